@@ -1,0 +1,121 @@
+"""The table of schemes: how weights are stored, and how the KV cache is.
+
+``--quantization`` names a weight scheme, or an alias that also names a cache scheme
+(``q4f16kv`` = weights ``q4f16_1`` with an int4 cache). ``--kv-quantization`` sets the cache alone:
+``none``, ``int8``, ``int4``, ``int3``, or a mix spelled ``k=int4:v=int3``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError
+
+#: Bits of a cache component by its name; ``None`` keeps the rows as they are.
+KV_BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+
+
+@dataclass(frozen=True)
+class WeightScheme:
+    """How the weight matrices of a model are stored.
+
+    Attributes
+    ----------
+    name : str
+        The name used on the command line and in file metadata, as MLC-LLM spells it.
+    dtype : str
+        Dtype of what is not quantized (norms, biases, and every weight when ``bits`` is None).
+    bits, group_size : int or None
+        Code width and the number of consecutive input channels that share one scale.
+    """
+
+    name: str
+    dtype: str
+    bits: int | None = None
+    group_size: int | None = None
+
+    @property
+    def row_dtype(self) -> str:
+        """Dtype in which unquantized K and V rows are kept under this scheme."""
+        return self.dtype
+
+
+WEIGHT_SCHEMES = {
+    scheme.name: scheme
+    for scheme in (
+        WeightScheme("q0f32", "float32"),
+        WeightScheme("q0f16", "float16"),
+        WeightScheme("q4f16_1", "float16", bits=4, group_size=32),
+    )
+}
+
+
+@dataclass(frozen=True)
+class KVQuantization:
+    """Storage of sealed K and V, each one of the keys of :data:`KV_BITS`."""
+
+    k: str = "none"
+    v: str = "none"
+
+    @property
+    def k_bits(self) -> int | None:
+        """Bits of a key code, or None for unquantized keys."""
+        return KV_BITS[self.k]
+
+    @property
+    def v_bits(self) -> int | None:
+        """Bits of a value code, or None for unquantized values."""
+        return KV_BITS[self.v]
+
+    def __str__(self) -> str:
+        return self.k if self.k == self.v else f"k={self.k}:v={self.v}"
+
+    @classmethod
+    def parse(cls, text: str) -> KVQuantization:
+        """Read ``int4`` or ``k=int4:v=int3``.
+
+        Raises
+        ------
+        ConfigError
+            If the text names no scheme.
+        """
+        known = ", ".join(KV_BITS)
+        parts = dict(part.split("=", 1) for part in text.split(":") if "=" in part)
+        if not parts and text in KV_BITS:
+            return cls(text, text)
+        if set(parts) == {"k", "v"} and len(text.split(":")) == 2 and set(parts.values()) <= set(KV_BITS):
+            return cls(parts["k"], parts["v"])
+        raise ConfigError(
+            f"unknown --kv-quantization {text!r}: use one of {known}, or a mix such as k=int4:v=int3"
+        )
+
+
+#: Names that stand for a weight scheme together with a cache scheme.
+ALIASES = {
+    "q4f16kv": ("q4f16_1", KVQuantization("int4", "int4")),
+    "q3f16kv": ("q4f16_1", KVQuantization("int3", "int3")),
+}
+
+
+def resolve(quantization: str, kv_quantization: str | None = None) -> tuple[WeightScheme, KVQuantization]:
+    """Turn the two command-line names into a weight scheme and a cache scheme.
+
+    Parameters
+    ----------
+    quantization : str
+        A key of :data:`WEIGHT_SCHEMES` or :data:`ALIASES`.
+    kv_quantization : str, optional
+        Overrides the cache scheme of the alias; a plain weight scheme defaults to ``none``.
+
+    Raises
+    ------
+    ConfigError
+        If either name is unknown.
+    """
+    weights, kv = ALIASES.get(quantization, (quantization, KVQuantization()))
+    if weights not in WEIGHT_SCHEMES:
+        known = ", ".join([*WEIGHT_SCHEMES, *ALIASES])
+        raise ConfigError(f"unknown --quantization {quantization!r}: use one of {known}")
+    if kv_quantization is not None:
+        kv = KVQuantization.parse(kv_quantization)
+    return WEIGHT_SCHEMES[weights], kv
