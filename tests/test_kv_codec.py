@@ -1,0 +1,122 @@
+"""The reference codec of the KV formats: packing, exactness, and what must never clamp."""
+
+import numpy as np
+import pytest
+
+from kvq.errors import ConfigError
+from kvq.layout import KVLayout
+from kvq.quantization import kv_codec
+
+BITS = (8, 4, 3, 2)
+
+
+def make_layout(k_bits, v_bits, dim=64, page=64):
+    return KVLayout(1, 1, dim, k_bits, v_bits, page_size=page)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_pack_round_trip_and_density(bits):
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 7, 32))
+    words = kv_codec.pack_codes(codes, bits)
+    assert words.shape == (5, 7, bits) and words.dtype == np.uint32
+    np.testing.assert_array_equal(kv_codec.unpack_codes(words, bits), codes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("page", [64, 128])
+def test_unit_round_trip(bits, dim, page):
+    rng = np.random.default_rng(dim)
+    layout = make_layout(bits, bits, dim, page)
+    k = (rng.standard_normal((3, page, dim)) * 3 + rng.standard_normal(dim) * 20).astype(np.float16)
+    v = rng.standard_normal((3, page, dim)).astype(np.float16)
+    words = kv_codec.seal_unit(k, v, layout)
+    assert words.shape == (3, layout.unit_words)
+    out = kv_codec.unpack_unit(words, layout)
+    # half a step, plus the rounding of the dequantized value itself
+    assert np.all(np.abs(out["k"] - k) <= out["k_scale"][:, None] * 0.501 + 1e-3)
+    step = np.abs(out["v_scale"].astype(np.float32))[..., None]
+    error = np.abs(out["v"] - v)
+    # the element opposite to the extreme one may sit a step beyond the last code
+    assert np.all(error <= step * 1.02) and np.mean(error <= step * 0.501) > 0.95
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits"), [(None, None), (4, None), (None, 3), (4, 2), (3, 2)])
+def test_mixes_round_trip(k_bits, v_bits):
+    rng = np.random.default_rng(1)
+    layout = make_layout(k_bits, v_bits, 128)
+    k, v = rng.standard_normal((2, 4, 64, 128)).astype(np.float16)
+    out = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, layout), layout)
+    if k_bits is None:
+        np.testing.assert_array_equal(out["k"], k)
+    else:
+        assert np.abs(out["k"] - k).max() < 8 / 2**k_bits
+    if v_bits is None:
+        np.testing.assert_array_equal(out["v"], v)
+
+
+def test_bits_per_value_at_head_dim_128():
+    assert make_layout(4, 4, 128).bits_per_value == 4.25
+    assert make_layout(3, 3, 128).bits_per_value == 3.25
+    assert make_layout(3, 2, 128).bits_per_value == 2.75
+    assert make_layout(None, None, 128).bits_per_value == 16
+
+
+def test_constant_channels_and_zero_rows_are_exact():
+    rng = np.random.default_rng(2)
+    k = np.broadcast_to(rng.standard_normal(64) * 50, (64, 64)).astype(np.float16)
+    v = np.zeros((64, 64), np.float16)
+    v[::2] = rng.standard_normal((32, 64))
+    for bits in BITS:
+        out = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, make_layout(bits, bits)), make_layout(bits, bits))
+        np.testing.assert_array_equal(out["k"], k)
+        np.testing.assert_array_equal(out["v"][1::2], 0)
+        for scale in (out["k_scale"], out["v_scale"]):
+            assert np.isfinite(scale).all() and (scale != 0).all()
+
+
+@pytest.mark.parametrize("bits", [4, 3])
+def test_offsets_and_outliers_keep_their_channel(bits):
+    """An offset of 100 times the range, and channels of 100 times the median, cost no other channel."""
+    rng = np.random.default_rng(3)
+    k = rng.standard_normal((64, 64)).astype(np.float32)
+    k[:, 5] += 300
+    k[:, 6] *= 100
+    k = k.astype(np.float16)
+    layout = make_layout(bits, bits)
+    out = kv_codec.unpack_unit(kv_codec.seal_unit(k, k * 0, layout), layout)
+    span = (k.max(0) - k.min(0)).astype(np.float32)
+    relative = np.abs(out["k"] - k).max(0) / span
+    assert relative.max() <= 0.5 * (1 + 1 / 16) / (2**bits - 1) + 1e-4
+
+
+def test_extreme_magnitudes():
+    layout = make_layout(4, 4)
+    k = np.full((64, 64), 65504, np.float16)
+    k[::2] = -65504
+    k[:, :32] = np.float16(6e-8) * (np.arange(64)[:, None] % 3)
+    words = kv_codec.seal_unit(k, k, layout)
+    out = kv_codec.unpack_unit(words, layout)
+    assert all(np.isfinite(out[name]).all() for name in ("k", "v", "k_scale", "v_scale"))
+    assert np.abs(out["k"] - k).max() <= 65504 * 2 / 15
+
+
+def test_sanitize():
+    x = np.array([np.nan, np.inf, -np.inf, 1e6, -7.0], np.float32)
+    np.testing.assert_array_equal(kv_codec.sanitize(x), np.array([0, 65504, -65504, 65504, -7], np.float16))
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 112, 128, 192, 256])
+def test_hadamard_is_its_own_inverse(dim):
+    h = kv_codec.hadamard(dim)
+    np.testing.assert_allclose(h @ h, np.eye(dim), atol=1e-6)
+    np.testing.assert_array_equal(h, h.T)
+
+
+def test_unsupported_geometry_is_refused():
+    with pytest.raises(ConfigError, match="head_dim 100"):
+        make_layout(4, 4, 100)
+    with pytest.raises(ConfigError, match="page size 48"):
+        make_layout(4, 4, 64, 48)
+    with pytest.raises(ConfigError, match="64 or 128"):
+        make_layout(3, 3, 72, 32)
