@@ -32,7 +32,7 @@ class TinyLlama:
     bias: bool = False
     num_kv_heads: int = 2
     num_layers: int = 2
-    hidden_size: int = 128
+    hidden_size: int = 192
     intermediate_size: int = 224
     vocab_size: int = 320
     rope_scaling: dict[str, Any] = field(default_factory=dict)
@@ -122,7 +122,7 @@ GOLDEN_CASES: dict[str, TinyLlama] = {
     "gqa4_d128_untied_bias": TinyLlama(seed=3, gqa=4, head_dim=128, tied=False, bias=True),
     "gqa8_d80_tied_bias": TinyLlama(seed=4, gqa=8, head_dim=80, tied=True, bias=True, num_kv_heads=1),
     "gqa1_d96_untied": TinyLlama(seed=5, gqa=1, head_dim=96, tied=False),
-    "gqa3_d80_untied": TinyLlama(seed=6, gqa=3, head_dim=80, tied=False, num_kv_heads=3),
+    "gqa3_d80_untied": TinyLlama(seed=6, gqa=3, head_dim=80, tied=False, num_kv_heads=1),
     "gqa4_d96_tied_bias": TinyLlama(seed=7, gqa=4, head_dim=96, tied=True, bias=True),
     "gqa8_d128_tied": TinyLlama(seed=8, gqa=8, head_dim=128, tied=True),
     "rope_linear": TinyLlama(seed=9, rope_scaling={"type": "linear", "factor": 4.0}),
