@@ -7,8 +7,8 @@ Needs ``torch transformers gguf safetensors`` (not dependencies of kvq)::
 ``tiny_NAME.npz``  of each architecture in ``tests/tiny_llama.py``: ``tokens`` int32 ``[n]``, ``rows`` int32
                    ``[r]``, ``logits`` float32 ``[r, vocab]``.
 ``smollm2.npz``    of the demo model, for each prompt ``i``: ``tokens_i`` int32 ``[n]``, ``last_i`` float32
-                   ``[vocab]`` (all logits of the last row), ``top_ids_i`` and ``top_logits_i`` ``[n, 16]`` (the
-                   largest of every row), ``sample_logits_i`` ``[n, 32]`` at the entries ``sample_ids``.
+                   ``[vocab]`` (all logits of the last row), ``top_ids_i`` and ``top_logits_i`` ``[n, 16]``
+                   (the largest of every row), ``sample_logits_i`` ``[n, 32]`` at the entries ``sample_ids``.
 """
 
 from __future__ import annotations
@@ -35,25 +35,32 @@ TINY_ROWS = (0, 1, 31, 62, 63, 64, 65, 100, 127, 128, 129, 149)
 TOP, SAMPLE = 16, 32
 
 PROMPTS = {
-    20: "The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is",
+    20: ("The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is"),
     100: (
-        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    return a\n\n\n"
-        "def test_fibonacci():\n    assert fibonacci(0) == 0\n    assert fibonacci(1) == 1\n"
-        "    assert fibonacci(10) == 55\n\nThe function above"
+        "def fibonacci(n):\n    a, b = 0, 1\n    for _ in range(n):\n        a, b = b, a + b\n    "
+        "return a\n\n\n"
+        "def test_fibonacci():\n    assert fibonacci(0) == 0\n    assert fibonacci(1) == 1\n    "
+        "assert fibonacci(10) == 55\n\n"
+        "The function above"
     ),
     300: (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nA page of the cache holds sixty-four tokens. Once a page is full its keys and values are "
-        "written in four bits, and until then they are kept as they came. Some people worry that a model which "
-        "reads from such a cache forgets the small things: the name of a street, the third digit of a number, "
-        "the colour of a coat that somebody wore in the first chapter. So here are a few small things. Mary Evans "
-        "lives at 48 Orchard Lane in Bristol. She has two brothers, Tom, who is 31, and Arthur, who is 27 and "
-        "plays the cello. Their father kept bees, eleven hives of them, behind a stone wall at the end of the "
-        "garden, and sold the honey in green jars at three pounds and fifty pence each. In the summer of 1976 "
-        "the pond dried out and the heron left; it came back on the ninth of March, two years later. The car was "
-        "a grey Morris with a dent in the left door, and the dog, whose name was Biscuit, slept on its back seat. "
-        "Every Thursday at a quarter past six the whole family ate fish pie. Where does Mary live, how old is "
-        "Arthur, what did the jars of honey cost, and what was the dog called?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\n"
+        "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n"
+        "A page of the cache holds sixty-four tokens. Once a page is full its keys and values are "
+        "written in four bits, and until then they are kept as they came. Some people worry that a "
+        "model which reads from such a cache forgets the small things: the name of a street, the "
+        "third digit of a number, the colour of a coat that somebody wore in the first chapter. So "
+        "here are a few small things. Mary Evans lives at 48 Orchard Lane in Bristol. She has two "
+        "brothers, Tom, who is 31, and Arthur, who is 27 and plays the cello. Their father kept "
+        "bees, eleven hives of them, behind a stone wall at the end of the garden, and sold the "
+        "honey in green jars at three pounds and fifty pence each. In the summer of 1976 the pond "
+        "dried out and the heron left; it came back on the ninth of March, two years later. The "
+        "car was a grey Morris with a dent in the left door, and the dog, whose name was Biscuit, "
+        "slept on its back seat. Every Thursday at a quarter past six the whole family ate fish "
+        "pie. Where does Mary live, how old is Arthur, what did the jars of honey cost, and what "
+        "was the dog called?<|im_end|>\n"
+        "<|im_start|>assistant\n"
     ),
 }
 
@@ -87,7 +94,7 @@ def write_tiny(path: Path, case: TinyLlama) -> None:
 
 
 def gguf_tensors(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Configuration and fp32 tensors of a Llama GGUF, under the names and in the row order of Hugging Face."""
+    """Configuration and fp32 tensors of a Llama GGUF, names and row order of Hugging Face."""
     reader = GGUFReader(path)
 
     def key(name: str) -> Any:
