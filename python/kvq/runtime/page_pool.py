@@ -1,0 +1,107 @@
+"""Free lists of page numbers: the pool of sealed pages, counted and shared, and the open pages, never shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kvq.errors import CacheError
+
+
+class PagePool:
+    """Numbers of the sealed pages: a free list and reference counts."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._refs = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody holds."""
+        return len(self._free)
+
+    def references(self, page: int) -> int:
+        """Holders of a page. Does not modify the pool."""
+        return self._refs[page]
+
+    def allocate(self) -> int:
+        """Take a free page, held once.
+
+        Raises
+        ------
+        CacheError
+            If no page is free.
+        """
+        if not self._free:
+            raise CacheError(f"out of KV pages: all {self.num_pages} are in use")
+        page = self._free.pop()
+        self._refs[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """Add a holder to a page that is in use."""
+        if not self._refs[page]:
+            raise CacheError(f"page {page} is free and cannot be shared")
+        self._refs[page] += 1
+
+    def release(self, page: int) -> None:
+        """Drop a holder; the page is free again after its last."""
+        if not self._refs[page]:
+            raise CacheError(f"page {page} is already free")
+        self._refs[page] -= 1
+        if not self._refs[page]:
+            self._free.append(page)
+
+    def check_integrity(self, held: Counter[int]) -> None:
+        """Compare counts and free list with the holders found by the caller.
+
+        Raises
+        ------
+        CacheError
+            With the page and the two numbers that differ.
+        """
+        for page, refs in enumerate(self._refs):
+            if refs != held[page]:
+                raise CacheError(f"page {page} counts {refs} holders, but {held[page]} hold it")
+        free = Counter(self._free)
+        idle = {page for page, refs in enumerate(self._refs) if not refs}
+        if set(free) != idle or len(self._free) != len(idle):
+            raise CacheError(f"free list has {len(self._free)} entries, but {len(idle)} pages are free")
+
+
+class OpenPages:
+    """Numbers of the open pages: one a running sequence, never shared."""
+
+    def __init__(self, num_open: int) -> None:
+        self.num_open = num_open
+        self._free = list(range(num_open - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Open pages without a sequence."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take an open page.
+
+        Raises
+        ------
+        CacheError
+            If every open page has a sequence.
+        """
+        if not self._free:
+            raise CacheError(f"all {self.num_open} sequences are running: remove one first")
+        return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Give an open page back."""
+        if slot in self._free:
+            raise CacheError(f"open page {slot} is already free")
+        self._free.append(slot)
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Compare the free list with the open pages the sequences hold; raises CacheError."""
+        if sorted(held + self._free) != list(range(self.num_open)):
+            raise CacheError(
+                f"{len(held)} open pages held and {len(self._free)} free do not make {self.num_open} distinct"
+            )

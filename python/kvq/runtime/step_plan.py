@@ -1,0 +1,232 @@
+"""What one step of the model does to the cache, as the arrays that a compiled library takes.
+
+``docs/design.md`` defines the arrays. They are allocated once, aligned for the kernels, and filled
+in place; a library wraps ``positions[:n]`` and the rest as tensors without a copy.
+
+Attention work is cut into tasks. A task never changes a result, only who computes it: rows are
+tiled, and where tasks are scarce a row's splits become tasks of their own, whose partial results a
+merge task adds up. The kernels run tasks x KV heads on the threads in equal, contiguous shares, so
+tasks of unequal cost are dealt out to those shares.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from kvq.errors import CacheError
+from kvq.runtime.kv_cache import Append, PagedKVCache, SequenceId
+
+#: The kernels' vector loads may assume this alignment, in bytes.
+ALIGNMENT = 64
+#: Pieces of work (tasks x KV heads) a thread should get, so that unequal ones even out.
+UNITS_PER_THREAD = 4
+#: A step of more rows than this has tasks enough without splitting rows.
+MAX_SPLIT_ROWS = 16
+#: Rows of an attention task where a whole page of rows would leave threads idle.
+SMALL_TILES = (32, 16)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that start at a multiple of :data:`ALIGNMENT` bytes."""
+    dtype = np.dtype(dtype)
+    size = int(np.prod(shape)) * dtype.itemsize
+    raw = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+#: First row, end row, start in the page table, row page, page: rows of one sequence in one page.
+_Span = tuple[int, int, int, int, int]
+_Task = tuple[int, int, int, int, int, int, int]
+
+
+class StepPlan:
+    """The arrays of one step, for ``num_rows`` rows of ``num_sequences`` sequences.
+
+    Parameters
+    ----------
+    cache : PagedKVCache
+        The cache whose sequences grow.
+    max_rows : int
+        Most rows of a step (the prefill chunk, or the batch where that is larger).
+    max_table_pages : int
+        Most sealed pages of all sequences of a step together.
+    split_pages, scratch_slots : int
+        ``attention`` of the library's metadata.
+
+    Attributes
+    ----------
+    positions, append_slots : numpy.ndarray
+        int32 ``[max_rows]``; the first ``num_rows`` are the step's.
+    page_table : numpy.ndarray
+        int32 ``[max_table_pages]``.
+    plan_counts : numpy.ndarray
+        int32 ``[4]``: seal, carry, attention and merge tasks.
+    seal_tasks, carry_tasks, attention_tasks, merge_tasks : numpy.ndarray
+        int32 ``[.., 2]``, ``[.., 2]``, ``[.., 7]``, ``[.., 3]``.
+    kv_faults : numpy.ndarray
+        int32 ``[max_rows, 2]``, zeroed by ``build_step``: NaNs replaced and values saturated, per row.
+    """
+
+    def __init__(
+        self, cache: PagedKVCache, max_rows: int, max_table_pages: int, split_pages: int, scratch_slots: int
+    ) -> None:
+        self.cache = cache
+        self.max_rows = max_rows
+        self.split_pages = split_pages
+        self.scratch_slots = scratch_slots
+        num_open, pages = cache.open_pages.num_open, max_rows + cache.num_workspace
+        self.positions = aligned_zeros((max_rows,), np.int32)
+        self.append_slots = aligned_zeros((max_rows,), np.int32)
+        self.kv_faults = aligned_zeros((max_rows, 2), np.int32)
+        self.page_table = aligned_zeros((max(1, max_table_pages),), np.int32)
+        self.plan_counts = aligned_zeros((4,), np.int32)
+        self.seal_tasks = aligned_zeros((num_open + cache.num_workspace, 2), np.int32)
+        self.carry_tasks = aligned_zeros((max(1, num_open), 2), np.int32)
+        self.attention_tasks = aligned_zeros((pages + scratch_slots, 7), np.int32)
+        self.merge_tasks = aligned_zeros((MAX_SPLIT_ROWS, 3), np.int32)
+        self.num_rows = 0
+        self.num_sequences = 0
+
+    def commit(self) -> None:
+        """The step ran: lengths and page tables advance."""
+        self.cache.commit_step()
+
+    def abort(self) -> None:
+        """The step did not run: give its pages back."""
+        self.cache.abort_step()
+
+
+def build_step(plan: StepPlan, requests: list[tuple[SequenceId, int]], threads: int) -> StepPlan:
+    """Reserve the pages of a step and fill its arrays; ``plan.commit()`` follows when it has run.
+
+    Parameters
+    ----------
+    plan : StepPlan
+        Filled in place and returned.
+    requests : list of (sequence id, int)
+        New rows of each sequence, in the order of the step's rows.
+    threads : int
+        Threads of the device; decides how attention is cut into tasks, never what it computes.
+
+    Raises
+    ------
+    CacheError
+        If the step has more rows, page-table entries, pool pages or workspace pages than there are;
+        nothing changes.
+    """
+    rows = sum(count for _, count in requests)
+    if rows > plan.max_rows:
+        raise CacheError(f"the step has {rows} rows, the library's limit is {plan.max_rows}")
+    appends = plan.cache.begin_step(requests)
+    try:
+        _fill(plan, appends, rows, threads)
+    except BaseException:
+        plan.abort()
+        raise
+    return plan
+
+
+def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> None:
+    cache = plan.cache
+    size, num_open = cache.page_size, cache.open_pages.num_open
+    # Plain lists, assigned once: a numpy assignment for each sequence would cost more than the rest.
+    positions: list[int] = []
+    slots: list[int] = []
+    table = array("i")
+    seals: list[tuple[int, int]] = []
+    carries: list[tuple[int, int]] = []
+    spans: list[_Span] = []
+    row, workspace = 0, num_open
+    for append in appends:
+        sequence, start, new = append.sequence, append.start, append.new_pages
+        row_page = sequence.open_page
+        table_start, end = len(table), start + append.count
+        table.extend(sequence.pages)
+        if new:
+            table.extend(new)
+        first_page = start // size
+        for page in range(first_page, (end - 1) // size + 1):
+            stop = min(end, (page + 1) * size)
+            if page > first_page:
+                row_page, workspace = workspace, workspace + 1
+            slot, count = row_page * size + start % size, stop - start
+            positions.extend(range(start, stop))
+            slots.extend(range(slot, slot + count))
+            spans.append((row, row + count, table_start, row_page, page))
+            if stop % size == 0:
+                seals.append((row_page, new[page - first_page]))
+            elif row_page >= num_open:
+                carries.append((row_page - num_open, sequence.open_page))
+            row += count
+            start = stop
+    if len(table) > len(plan.page_table):
+        raise CacheError(
+            f"the step's page table has {len(table)} entries, room is for {len(plan.page_table)}"
+        )
+    plan.positions[:rows] = positions
+    plan.append_slots[:rows] = slots
+    plan.page_table[: len(table)] = table
+    tasks, merges = _attention(spans, rows, plan, threads * UNITS_PER_THREAD)
+    tasks = _deal(tasks, threads)
+    if seals:
+        plan.seal_tasks[: len(seals)] = seals
+    if carries:
+        plan.carry_tasks[: len(carries)] = carries
+    plan.attention_tasks[: len(tasks)] = tasks
+    if merges:
+        plan.merge_tasks[: len(merges)] = merges
+    plan.plan_counts[:] = (len(seals), len(carries), len(tasks), len(merges))
+    plan.kv_faults[:rows] = 0
+    plan.num_rows = rows
+    plan.num_sequences = len(appends)
+
+
+def _attention(
+    spans: list[_Span], rows: int, plan: StepPlan, units: int
+) -> tuple[list[_Task], list[tuple[int, int, int]]]:
+    """Cut the rows of each page into tasks, aiming at ``units`` tasks x KV heads."""
+    heads = plan.cache.layout.num_kv_heads
+    split_pages, slots = plan.split_pages, plan.scratch_slots
+    tasks: list[_Task] = []
+    merges: list[tuple[int, int, int]] = []
+    if rows <= MAX_SPLIT_ROWS and rows * heads < units:
+        used = 0
+        for first, end, table, row_page, page in spans:
+            splits = page // split_pages + 1
+            for row in range(first, end):
+                if splits == 1 or used + splits > slots:
+                    tasks.append((row, row + 1, table, row_page, 0, splits, -1))
+                    continue
+                tasks.extend((row, row + 1, table, row_page, s, s + 1, used + s) for s in range(splits))
+                merges.append((row, used, splits))
+                used += splits
+        return tasks, merges
+    tile = plan.cache.page_size
+    for smaller in SMALL_TILES:
+        if len(spans) * heads * plan.cache.page_size // tile >= units:
+            break
+        tile = min(tile, smaller)
+    for first, end, table, row_page, page in spans:
+        splits = page // split_pages + 1
+        for row in range(first, end, tile):
+            tasks.append((row, min(row + tile, end), table, row_page, 0, splits, -1))
+    return tasks, merges
+
+
+def _deal(tasks: list[_Task], shares: int) -> list[_Task]:
+    """Reorder tasks so that equal contiguous shares cost about the same.
+
+    Tasks come in order of rows, hence of rising cost within a sequence. Dealing them back and forth
+    gives every share early and late ones.
+    """
+    if shares == 1 or len(tasks) <= shares:
+        return tasks
+    hands: list[list[_Task]] = [[] for _ in range(shares)]
+    for index, task in enumerate(tasks):
+        turn, place = divmod(index, shares)
+        hands[place if turn % 2 == 0 else shares - 1 - place].append(task)
+    return [task for hand in hands for task in hand]

@@ -1,0 +1,94 @@
+"""Executes step plans on fake rows: every token is a number, so what a query sees can be compared exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import numpy as np
+
+from kvq.layout import KVLayout
+from kvq.runtime.kv_cache import PagedKVCache
+from kvq.runtime.step_plan import StepPlan, build_step
+
+
+class FakeDevice:
+    """The tensors of a cache with one number a token, and the four phases of a layer's step."""
+
+    def __init__(
+        self, num_pages: int, num_open: int, num_workspace: int, page_size: int = 32, split_pages: int = 2
+    ) -> None:
+        layout = KVLayout(1, 2, 64, page_size=page_size)
+        self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self.copy_open)
+        self.plan = StepPlan(self.cache, 40 * page_size, num_open * num_pages, split_pages, 6)
+        self.pool = np.full((num_pages, page_size), -1)
+        self.rows = np.full((num_open + num_workspace, page_size), -1)
+        self.tokens: dict[Hashable, list[int]] = {}
+        self.num_open, self.page_size, self.next_token = num_open, page_size, 0
+
+    def copy_open(self, src: int, dst: int) -> None:
+        self.rows[dst] = self.rows[src]
+
+    def append(self, requests: list[tuple[Hashable, int]], threads: int = 2) -> None:
+        """Run a step of fresh tokens and check what each of its rows sees."""
+        plan = build_step(self.plan, requests, threads)
+        fresh = list(range(self.next_token, self.next_token + plan.num_rows))
+        expected: list[list[int]] = []
+        row = 0
+        for sequence, count in requests:
+            for _ in range(count):
+                self.tokens[sequence].append(fresh[row])
+                expected.append(list(self.tokens[sequence]))
+                row += 1
+        self.next_token += plan.num_rows
+        self.execute(plan, fresh, expected)
+        plan.commit()
+
+    def execute(self, plan: StepPlan, fresh: list[int], expected: list[list[int]]) -> None:
+        size = self.page_size
+        seal, carry, attention, merge = (int(count) for count in plan.plan_counts)
+        positions = [int(p) for p in plan.positions[: len(fresh)]]
+        assert positions == [len(seen) - 1 for seen in expected]
+        slots = [int(s) for s in plan.append_slots[: len(fresh)]]
+        assert len(set(slots)) == len(slots), "two rows in one place"
+        for token, slot in zip(fresh, slots, strict=True):
+            self.rows[slot // size, slot % size] = token
+        for row_page, page in plan.seal_tasks[:seal]:
+            self.pool[page] = self.rows[row_page]
+        scratch: dict[int, list[int]] = {}
+        output: dict[int, list[int]] = {}
+        for first, end, table, row_page, low, high, slot in plan.attention_tasks[:attention].tolist():
+            assert slot < 0 or end == first + 1
+            for row in range(first, end):
+                parts = [
+                    self.split(plan, positions[row], table, row_page, split) for split in range(low, high)
+                ]
+                if slot < 0:
+                    assert row not in output and (low, high) == (0, self.num_splits(plan, positions[row]))
+                    output[row] = [token for part in parts for token in part]
+                for index, part in enumerate(parts):
+                    if slot >= 0:
+                        assert slot + index not in scratch and slot + index < plan.scratch_slots
+                        scratch[slot + index] = part
+        for row, slot, count in plan.merge_tasks[:merge].tolist():
+            assert row not in output and count == self.num_splits(plan, positions[row])
+            output[row] = [token for s in range(slot, slot + count) for token in scratch.pop(s)]
+        assert not scratch, "a partial result was never merged"
+        for row, seen in enumerate(expected):
+            assert output[row] == seen, (row, positions[row])
+        for source, target in plan.carry_tasks[:carry]:
+            self.rows[target] = self.rows[self.num_open + source]
+        self.rows[self.num_open :] = -1
+
+    def num_splits(self, plan: StepPlan, position: int) -> int:
+        return position // self.page_size // plan.split_pages + 1
+
+    def split(self, plan: StepPlan, position: int, table: int, row_page: int, split: int) -> list[int]:
+        """Tokens of one split of a row: sealed pages, and its own page raw up to itself."""
+        own = position // self.page_size
+        seen: list[int] = []
+        for page in range(split * plan.split_pages, min((split + 1) * plan.split_pages, own + 1)):
+            if page < own:
+                seen += self.pool[plan.page_table[table + page]].tolist()
+            else:
+                seen += self.rows[row_page, : position % self.page_size + 1].tolist()
+        return seen
