@@ -6,9 +6,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvq.errors import ConfigError
+
+#: Name of the file that ``gen_config`` writes.
+CHAT_CONFIG_NAME = "mlc-chat-config.json"
+
+#: Kinds of RoPE scaling that a model may ask for, by ``rope_type``.
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 class ModelConfig(BaseModel):
@@ -17,20 +28,159 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float = 10000.0
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0)
+    num_attention_heads: int = Field(gt=0)
+    num_key_value_heads: int = Field(gt=0)
+    head_dim: int = Field(gt=0)
+    rms_norm_eps: float = Field(gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
     rope_scaling: dict[str, Any] | None = None
     rotary_dim: int | None = None
-    max_position_embeddings: int = 2048
+    max_position_embeddings: int = Field(default=2048, gt=0)
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelConfig:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_TYPES:
+            raise ValueError(
+                f"rope_scaling has the unknown rope_type {self.rope_scaling.get('rope_type')!r}: "
+                f"known are {', '.join(ROPE_TYPES)}"
+            )
+        return self
+
+
+class ChatConfig(BaseModel):
+    """The content of ``mlc-chat-config.json``: MLC-LLM's fields and kvq's own after them.
+
+    The JSON key ``model_config`` is the attribute ``model`` (pydantic keeps the other name to itself).
+    Sizes are in tokens; -1 for a window means none.
+    """
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, protected_namespaces=())
+
+    version: str = "0.1.0"
+    model_type: str
+    quantization: str
+    model: ModelConfig = Field(alias="model_config")
+    vocab_size: int = Field(gt=0)
+    context_window_size: int = Field(gt=0)
+    sliding_window_size: int = -1
+    prefill_chunk_size: int = Field(gt=0)
+    attention_sink_size: int = -1
+    tensor_parallel_shards: int = Field(default=1, gt=0)
+    pipeline_parallel_stages: int = Field(default=1, gt=0)
+    max_batch_size: int = Field(gt=0)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    tokenizer_files: list[str] = Field(default_factory=list)
+    tokenizer_info: dict[str, Any] = Field(default_factory=dict)
+    conv_template: str | dict[str, Any]
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    # kvq's own: cache scheme, ids the sampler may draw, chat format and where an answer ends.
+    kv_quantization: str = "none"
+    active_vocab_size: int = Field(gt=0)
+    chat_template: str | None = None
+    stop_token_ids: list[int] = Field(default_factory=list)
+    stop_strings: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: str | Path) -> ChatConfig:
+        """Read the configuration from a file, or from the directory that holds it.
+
+        Raises
+        ------
+        ConfigError
+            If the file is missing, is not JSON, or a key is missing, unknown or of a wrong value.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / CHAT_CONFIG_NAME
+        return parse_config(cls, read_json(path, ConfigError), path)
+
+    def save(self, path: str | Path) -> Path:
+        """Validate and write the configuration; an earlier file is replaced only by a whole new one.
+
+        Raises
+        ------
+        ConfigError
+            If a field was given an invalid value, or the file cannot be written.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / CHAT_CONFIG_NAME
+        data = self.model_dump(mode="json", by_alias=True)
+        parse_config(type(self), data, path)
+        write_text_atomically(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        return path
+
+
+def parse_config(kind: type[Any], data: Any, path: Path) -> Any:
+    """Validate ``data`` as a pydantic model, turning a failure into one line that names key and file."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(data).__name__}")
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {describe_validation(error)}") from None
+
+
+def describe_validation(error: ValidationError) -> str:
+    """The first problem of a pydantic error in one line, with the number of further ones."""
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        message = "is missing"
+    elif first["type"] == "extra_forbidden":
+        message = "is not a known key"
+    elif first["type"] != "value_error":
+        message = f"{message}, not {first['input']!r}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return " ".join(f"{key}{': ' if key else ''}{message}{more}".split())
+
+
+def read_json(path: Path, error: type[Exception]) -> Any:
+    """Read a JSON file; raise ``error`` with one line if it is missing, unreadable or not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise error(f"{path}: no such file") from None
+    except OSError as problem:
+        raise error(f"{path}: cannot be read: {problem.strerror}") from None
+    except ValueError as problem:
+        raise error(f"{path}: not valid JSON: {problem}") from None
+
+
+def write_text_atomically(path: Path, text: str) -> None:
+    """Write a text file under a temporary name and rename it into place.
+
+    Raises
+    ------
+    ConfigError
+        If the directory is not writable or the disk is full.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as problem:
+        temporary.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written: {problem.strerror}") from None

@@ -1,0 +1,102 @@
+"""Compares the tensors of a checkpoint with the weights of its model, before anything is converted."""
+
+from __future__ import annotations
+
+from kvq.config import ModelConfig
+from kvq.errors import CheckpointError
+from kvq.loader.checkpoint import Checkpoint
+from kvq.model.parameters import Parameter
+
+#: Endings of tensors that hold no weights: buffers that some writers save.
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "masked_bias")
+_SHOWN = 3
+
+
+def check_tensors(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
+    """Refuse a checkpoint whose tensors are not exactly those of the model.
+
+    An ``lm_head`` beside tied embeddings is ignored, as the model ignores it.
+
+    Raises
+    ------
+    CheckpointError
+        Naming the first tensors that are missing, unused or of a wrong shape, the file, and the likely cause.
+    """
+    config = checkpoint.config
+    present = set(checkpoint.tensor_names())
+    wanted = {source: shape for p in parameters for source, shape in source_shapes(p, config)}
+    missing = [name for name in wanted if name not in present]
+    unused = [
+        name for name in checkpoint.tensor_names() if name not in wanted and not name.endswith(_BUFFERS)
+    ]
+    if config.tie_word_embeddings:
+        unused = [name for name in unused if name != "lm_head.weight"]
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path}: {_list(missing)} missing{_list_unused(unused)}: {_cause(missing, unused)}"
+        )
+    if unused:
+        raise CheckpointError(
+            f"{checkpoint.file_of(unused[0])}: {_list(unused)} not used by the model: {_cause(missing, unused)}"
+        )
+    for name, shape in wanted.items():
+        found = checkpoint.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"{checkpoint.file_of(name)}: tensor {name} has shape {list(found)}, "
+                f"the configuration makes it {list(shape)} ({_shape_cause(name, config)})"
+            )
+
+
+def source_shapes(parameter: Parameter, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """The checkpoint tensors of a parameter, with the shape each must have."""
+    rest = parameter.shape[1:]
+    count = len(parameter.sources)
+    if count == 3:  # q, k, v
+        q = config.num_attention_heads * config.head_dim
+        kv = config.num_key_value_heads * config.head_dim
+        rows = [q, kv, kv]
+    else:
+        rows = [parameter.shape[0] // count] * count
+    return [(name, (n, *rest)) for name, n in zip(parameter.sources, rows, strict=True)]
+
+
+def _list(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{'tensor' if len(names) == 1 else 'tensors'} {shown}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def _list_unused(unused: list[str]) -> str:
+    return f" (and {_list(unused)} not used)" if unused else ""
+
+
+def _cause(missing: list[str], unused: list[str]) -> str:
+    if missing == ["lm_head.weight"]:
+        return "the embeddings are not tied in the configuration: set tie_word_embeddings if they should be"
+    if "model.embed_tokens.weight" in missing and len(missing) <= 2:
+        return "the file with the embeddings is absent"
+    if unused == ["lm_head.weight"]:
+        return "tie_word_embeddings contradicts the file"
+    if any(name.endswith((".qweight", ".qzeros", ".SCB", ".absmax")) for name in unused):
+        return "the checkpoint is already quantized, use the original"
+    if missing and any(
+        name.removeprefix("model.") in unused or f"model.{name}" in unused for name in missing
+    ):
+        return "the names have another prefix: the file was saved from another class of model"
+    if any(name.endswith(".bias") for name in (missing or unused)):
+        return "attention_bias or mlp_bias of the configuration does not fit"
+    if any(".layers." in name for name in (missing or unused)):
+        return "num_hidden_layers does not fit, or a shard is absent"
+    return "configuration and weights are of different models"
+
+
+def _shape_cause(name: str, config: ModelConfig) -> str:
+    if "_proj" in name and "self_attn" in name:
+        return (
+            f"num_attention_heads {config.num_attention_heads}, num_key_value_heads "
+            f"{config.num_key_value_heads}, head_dim {config.head_dim}"
+        )
+    if "mlp" in name:
+        return f"intermediate_size {config.intermediate_size}, hidden_size {config.hidden_size}"
+    return f"vocab_size {config.vocab_size}, hidden_size {config.hidden_size}"

@@ -1,0 +1,83 @@
+"""Reads one safetensors file: a JSON table of tensors, then their bytes, mapped and not copied."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+
+from kvq.errors import CheckpointError
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class SafetensorsFile:
+    """One open safetensors file.
+
+    Raises
+    ------
+    CheckpointError
+        If the file cannot be opened, its table is damaged, or the bytes do not fill what the table says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = file.read(length) if 2 <= length <= size - 8 else b""
+            self._table = json.loads(header)
+            self._table.pop("__metadata__", None)
+            self._start = 8 + length
+            end = max((entry["data_offsets"][1] for entry in self._table.values()), default=0)
+        except OSError as problem:
+            raise CheckpointError(f"{path}: cannot be opened: {problem.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            raise CheckpointError(
+                f"{path}: the safetensors header is damaged or cut: download the file again"
+            ) from None
+        if self._start + end != size:
+            raise CheckpointError(
+                f"{path}: the file has {size} bytes, its header describes {self._start + end}: "
+                "it is cut or damaged, download it again"
+            )
+        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+
+    def names(self) -> list[str]:
+        """Names of the tensors."""
+        return list(self._table)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return tuple(self._table[name]["shape"])
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows ``start .. stop - 1`` of a tensor in its own dtype, a view of the file."""
+        entry = self._table[name]
+        if entry["dtype"] not in _DTYPES:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is {entry['dtype']}: only {', '.join(_DTYPES)} can be read"
+            )
+        dtype = _DTYPES[entry["dtype"]]
+        begin, end = entry["data_offsets"]
+        if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has {end - begin} bytes, its shape needs other"
+            )
+        data = self._data[self._start + begin : self._start + end]
+        if (self._start + begin) % dtype.itemsize:
+            data = data.copy()
+        return data.view(dtype).reshape(entry["shape"])[start:stop]
+
+    def close(self) -> None:
+        """Drop the mapping; arrays read from it stay valid."""
+        del self._data
