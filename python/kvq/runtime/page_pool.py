@@ -1,4 +1,4 @@
-"""Free lists of page numbers: the pool of sealed pages, counted and shared, and the open pages, never shared."""
+"""Free lists of page numbers: the pool of sealed pages (counted, shared) and the open pages."""
 
 from __future__ import annotations
 

@@ -1,0 +1,70 @@
+"""How many pages a cache has, and the bytes that makes: the one sum that plan and allocation share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError
+from kvq.layout import KVLayout
+
+
+def scratch_bytes(layout: KVLayout, num_query_heads: int, scratch_slots: int) -> int:
+    """Bytes of ``attention_scratch``, float32 ``[slots, query heads, head_dim + 8]``."""
+    return scratch_slots * num_query_heads * (layout.head_dim + 8) * 4
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Numbers of pages.
+
+    Attributes
+    ----------
+    num_pages : int
+        Sealed pages in the pool.
+    num_open : int
+        Open pages: sequences that run at once.
+    num_workspace : int
+        Row pages of a step's workspace.
+    """
+
+    num_pages: int
+    num_open: int
+    num_workspace: int
+
+    @classmethod
+    def for_limits(
+        cls,
+        layout: KVLayout,
+        *,
+        context_window_size: int,
+        max_batch_size: int = 1,
+        prefill_chunk_size: int = 2048,
+        num_pages: int | None = None,
+    ) -> CacheShape:
+        """Pages for ``max_batch_size`` sequences of ``context_window_size`` tokens, or ``num_pages``.
+
+        A tensor of no elements is no good to a kernel, so every number is at least one.
+        """
+        for name, value in (
+            ("context-window-size", context_window_size),
+            ("max-batch-size", max_batch_size),
+            ("prefill-chunk-size", prefill_chunk_size),
+        ):
+            if value < 1:
+                raise ConfigError(f"--{name} {value} makes no sense: it must be at least 1")
+        chunk = min(prefill_chunk_size, context_window_size * max_batch_size)
+        if num_pages is None:
+            num_pages = layout.pages_for(context_window_size) * max_batch_size
+        return cls(max(1, num_pages), max_batch_size, max(1, layout.workspace_pages_for(chunk)))
+
+    def sealed_bytes(self, layout: KVLayout) -> int:
+        """Bytes of the pool of sealed pages."""
+        return self.num_pages * layout.page_bytes
+
+    def open_bytes(self, layout: KVLayout) -> int:
+        """Bytes of the open pages."""
+        return self.num_open * layout.open_page_bytes
+
+    def workspace_bytes(self, layout: KVLayout) -> int:
+        """Bytes of the workspace's row pages."""
+        return self.num_workspace * layout.workspace_page_bytes

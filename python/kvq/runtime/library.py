@@ -1,0 +1,195 @@
+"""Loads a compiled library, its weights and its cache's tensors, and refuses what does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm.runtime.vm import VirtualMachine
+
+from kvq.cpu_features import detect
+from kvq.errors import CacheError, LibraryError
+from kvq.loader.tensor_cache import TensorCache
+from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.metadata import Metadata
+
+
+def nbytes(tensor: Any) -> int:
+    """Bytes of a tensor's data."""
+    bits = tvm_ffi.dtype(tensor.dtype).bits
+    return int(np.prod(tensor.shape)) * bits // 8
+
+
+class Params:
+    """A model's weights on the device, in the layout the kernels read.
+
+    Attributes
+    ----------
+    handle : tvm_ffi.Array
+        All of them in one object, as ``prefill`` and ``decode`` take them.
+    nbytes : int
+        Bytes of the tensors; one that several parameters share counts once.
+    """
+
+    def __init__(self, tensors: list[Any]) -> None:
+        self.handle = tvm_ffi.convert(tensors)
+        self.nbytes = sum({tensor.data_ptr(): nbytes(tensor) for tensor in tensors}.values())
+
+
+class CacheTensors:
+    """The tensors of a KV cache, allocated by the library.
+
+    Attributes
+    ----------
+    pool, open, workspace, scratch
+        ``kv_pool``, ``kv_open``, ``kv_workspace`` and ``attention_scratch`` of ``docs/design.md``.
+    """
+
+    def __init__(self, pool: Any, open_pages: Any, workspace: Any, scratch: Any) -> None:
+        self.pool, self.open, self.workspace, self.scratch = pool, open_pages, workspace, scratch
+        self._open_rows = np.from_dlpack(open_pages)
+
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes by name, counted from the tensors."""
+        named = {"pool": self.pool, "open": self.open, "workspace": self.workspace, "scratch": self.scratch}
+        return {name: nbytes(tensor) for name, tensor in named.items()}
+
+    def copy_open(self, src: int, dst: int) -> None:
+        """Copy the rows of open page ``src`` to ``dst``, all layers."""
+        self._open_rows[dst] = self._open_rows[src]
+
+
+class Library:
+    """A compiled library.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    metadata : Metadata
+        What it says about itself.
+    threads : int
+        Threads that its kernels run on.
+    """
+
+    def __init__(self, path: Path, machine: VirtualMachine, metadata: Metadata, device: Any) -> None:
+        self.path, self.metadata, self.device = path, metadata, device
+        self._machine = machine
+        self.prefill: Callable[..., Any] = machine["prefill"]
+        self.decode: Callable[..., Any] = machine["decode"]
+        self.threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
+
+    @classmethod
+    def load(cls, path: str | Path, device: str = "cpu") -> Library:
+        """Load a library and check that it can run here.
+
+        Raises
+        ------
+        LibraryError
+            If the file is missing, no library of kvq's, made by another version, or needs CPU features
+            that this machine lacks.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise LibraryError(f"{path}: no such library: run kvq compile first")
+        if device != "cpu":
+            raise LibraryError(f"device {device!r} is not supported: use cpu")
+        try:
+            module = tvm.runtime.load_module(str(path.resolve()))
+            machine = VirtualMachine(module, tvm.cpu())
+            text = str(machine["_metadata"]())
+        except (RuntimeError, ValueError, AttributeError, OSError) as error:
+            reason = (str(error).strip().splitlines() or ["unknown error"])[-1]
+            raise LibraryError(f"{path}: not a library that kvq compile wrote ({reason})") from None
+        metadata = Metadata.parse(text)
+        metadata.check_compatible(str(path), tvm.__version__, detect())
+        return cls(path, machine, metadata, tvm.cpu())
+
+    def load_params(
+        self, weights_dir: str | Path, progress: Callable[[int, int], None] | None = None
+    ) -> Params:
+        """Read converted weights and bring them into the kernels' layout, tensor by tensor.
+
+        Parameters
+        ----------
+        weights_dir : str or Path
+            What ``kvq convert_weight`` wrote.
+        progress : callable, optional
+            Called with (done, total) parameters.
+
+        Raises
+        ------
+        LibraryError
+            If the weights are not this library's: the first tensor that differs.
+        CheckpointError
+            If they cannot be read.
+        """
+        cache = TensorCache(weights_dir)
+        self._check_weights(cache)
+        specs = self.metadata.params
+        by_source: dict[tuple[str | None, tuple[str, ...]], Any] = {}
+        tensors = []
+        for index, spec in enumerate(specs):
+            key = (spec.function, spec.inputs)
+            if key not in by_source:
+                raw = [tvm.runtime.tensor(cache.read(name), self.device) for name in spec.inputs]
+                by_source[key] = self._machine[spec.function](*raw) if spec.function else raw[0]
+            tensor = by_source[key]
+            if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != spec.dtype:
+                raise LibraryError(
+                    f"{self.path}: {spec.function or 'parameter'} made {spec.name} {tensor.dtype}"
+                    f"{list(tensor.shape)}, not {spec.dtype}{list(spec.shape)}: compile it again"
+                )
+            tensors.append(tensor)
+            if progress is not None:
+                progress(index + 1, len(specs))
+        return Params(tensors)
+
+    def _check_weights(self, cache: TensorCache) -> None:
+        names = set(cache.names)
+        for spec in self.metadata.raw_params:
+            if spec.name not in names:
+                raise LibraryError(
+                    f"{cache.directory}: has no tensor {spec.name}, which {self.path} "
+                    f"({self.metadata.quantization}) needs: convert the weights for it"
+                )
+            shape, dtype = cache.describe(spec.name)
+            if shape != spec.shape or dtype != spec.dtype:
+                raise LibraryError(
+                    f"{cache.directory}: {spec.name} is {dtype}{list(shape)}, but {self.path} "
+                    f"({self.metadata.quantization}) needs {spec.dtype}{list(spec.shape)}"
+                )
+        unused = sorted(names - {spec.name for spec in self.metadata.raw_params})
+        if unused:
+            raise LibraryError(
+                f"{cache.directory}: tensor {unused[0]} is not used by {self.path} "
+                f"({self.metadata.quantization}): the weights are of another model or scheme"
+            )
+
+    def create_cache(self, shape: CacheShape) -> CacheTensors:
+        """Allocate a KV cache, zeroed.
+
+        Raises
+        ------
+        CacheError
+            If the memory cannot be had.
+        """
+        layout, meta = self.metadata.layout, self.metadata
+        sizes = tvm_ffi.Shape((shape.num_pages, shape.num_open, shape.num_workspace))
+        try:
+            pool, open_pages, workspace = self._machine["create_paged_kv_cache"](sizes)
+            width = layout.head_dim + 8
+            scratch = tvm.runtime.empty(
+                (max(1, meta.scratch_slots), meta.model.num_attention_heads, width), "float32", self.device
+            )
+        except (RuntimeError, MemoryError) as error:
+            total = shape.sealed_bytes(layout) + shape.open_bytes(layout) + shape.workspace_bytes(layout)
+            raise CacheError(
+                f"cannot allocate {total} bytes of KV cache: {str(error).splitlines()[-1]}"
+            ) from None
+        return CacheTensors(pool, open_pages, workspace, scratch)

@@ -1,0 +1,225 @@
+"""A loaded model: runs steps of prefill and decode over its own KV cache.
+
+A call of the model costs tens of microseconds beside its kernels, so everything that can be is made
+once: the weights are one array object, the plan's arrays are wrapped without copying, and tensors of
+``n`` rows are views kept by ``n``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+
+from kvq.errors import LibraryError
+from kvq.layout import KVLayout
+from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.kv_cache import PagedKVCache, SequenceId
+from kvq.runtime.library import Library, Params
+from kvq.runtime.metadata import Metadata
+from kvq.runtime.step_plan import StepPlan, aligned_zeros, build_step
+
+#: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
+MAX_KEPT_VIEWS = 256
+
+
+class LoadedModel:
+    """A library with its weights and a cache: runs steps of prefill and decode.
+
+    Parameters
+    ----------
+    library : Library
+    params : Params
+    shape : CacheShape
+        Pages to allocate.
+    max_rows : int
+        Most rows of a step: the prefill chunk.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+        The book-keeping; add, fork, pop and remove sequences here.
+    faults : numpy.ndarray
+        int64 ``[2]``: NaNs replaced and values saturated by all steps so far.
+    """
+
+    def __init__(self, library: Library, params: Params, shape: CacheShape, max_rows: int) -> None:
+        self.library, self.params, self.shape = library, params, shape
+        self.metadata = library.metadata
+        self.max_rows = max(max_rows, shape.num_open)
+        self.tensors = library.create_cache(shape)
+        layout = self.metadata.layout
+        self.cache = PagedKVCache(
+            layout, shape.num_pages, shape.num_open, shape.num_workspace, self.tensors.copy_open
+        )
+        table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
+        meta = self.metadata
+        self.plan = StepPlan(self.cache, self.max_rows, table, meta.split_pages, meta.scratch_slots)
+        self.faults = np.zeros(2, np.int64)
+        self._ids = aligned_zeros((self.max_rows,), np.int32)
+        self._logit_rows = aligned_zeros((self.max_rows,), np.int32)
+        self._views: dict[int, tuple[Any, Any, Any, Any]] = {}
+        wrap, plan = tvm_ffi.from_dlpack, self.plan
+        kv = self.tensors
+        self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch, wrap(plan.kv_faults))
+        self._lists = tuple(
+            wrap(array)
+            for array in (
+                plan.page_table,
+                plan.plan_counts,
+                plan.seal_tasks,
+                plan.carry_tasks,
+                plan.attention_tasks,
+                plan.merge_tasks,
+            )
+        )
+
+    @property
+    def layout(self) -> KVLayout:
+        """Layout of the cache."""
+        return self.metadata.layout
+
+    def step(
+        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+    ) -> np.ndarray:
+        """Append tokens to sequences and return logits.
+
+        Parameters
+        ----------
+        requests : list of (sequence id, int)
+            New tokens of each sequence.
+        ids : sequence of int
+            Token ids, all sequences' one after another.
+        logit_rows : list of int, optional
+            Rows whose logits are wanted; by default the last of each sequence.
+
+        Returns
+        -------
+        numpy.ndarray
+            float32 ``[number of logit rows, vocabulary]``.
+
+        Raises
+        ------
+        CacheError
+            If the cache cannot take the step; nothing changes.
+        """
+        plan = build_step(self.plan, requests, self.library.threads)
+        try:
+            if logit_rows is None and plan.num_rows == plan.num_sequences:
+                logits = self.decode(ids, plan)
+            else:
+                if logit_rows is None:
+                    logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
+                logits = self.prefill(ids, logit_rows, plan)
+        except BaseException:
+            plan.abort()
+            raise
+        plan.commit()
+        self.faults += plan.kv_faults[: plan.num_rows].sum(axis=0)
+        return logits
+
+    def prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> np.ndarray:
+        """Run a planned step of any shape; float32 ``[len(logit_rows), vocabulary]``."""
+        self._ids[: plan.num_rows] = ids
+        row_ids, _, positions, slots = self._rows(plan.num_rows)
+        self._logit_rows[: len(logit_rows)] = logit_rows
+        wanted = tvm_ffi.from_dlpack(self._logit_rows[: len(logit_rows)])
+        result = self.library.prefill(
+            row_ids, wanted, *self._tensors, positions, slots, *self._lists, self.params.handle
+        )
+        return np.from_dlpack(result[0])[0]
+
+    def decode(self, ids: Any, plan: StepPlan) -> np.ndarray:
+        """Run a planned step of one row a sequence; float32 ``[sequences, vocabulary]``."""
+        self._ids[: plan.num_rows] = ids
+        _, column_ids, positions, slots = self._rows(plan.num_rows)
+        result = self.library.decode(
+            column_ids, *self._tensors, positions, slots, *self._lists, self.params.handle
+        )
+        return np.from_dlpack(result[0])[:, 0]
+
+    def _rows(self, count: int) -> tuple[Any, Any, Any, Any]:
+        """Tensors over the first ``count`` rows: ids ``[1, n]`` and ``[n, 1]``, positions, slots."""
+        views = self._views.get(count)
+        if views is None:
+            if len(self._views) >= MAX_KEPT_VIEWS:
+                self._views.clear()
+            ids, wrap = self._ids[:count], tvm_ffi.from_dlpack
+            views = (
+                wrap(ids.reshape(1, count)),
+                wrap(ids.reshape(count, 1)),
+                wrap(self.plan.positions[:count]),
+                wrap(self.plan.append_slots[:count]),
+            )
+            self._views[count] = views
+        return views
+
+
+def load_model(
+    library_path: str | Path,
+    weights_dir: str | Path,
+    *,
+    device: str = "cpu",
+    context_window_size: int | None = None,
+    max_batch_size: int | None = None,
+    prefill_chunk_size: int | None = None,
+) -> LoadedModel:
+    """Load a library and its weights, and allocate a cache.
+
+    Parameters
+    ----------
+    library_path, weights_dir : str or Path
+        What ``kvq compile`` and ``kvq convert_weight`` wrote.
+    context_window_size, max_batch_size, prefill_chunk_size : int, optional
+        At most what the library was compiled for, which is the default.
+
+    Raises
+    ------
+    LibraryError
+        If library, weights, machine or limits do not fit together.
+    """
+    library = Library.load(library_path, device)
+    meta = library.metadata
+    context, batch, chunk = checked_limits(
+        meta,
+        context_window_size=context_window_size,
+        max_batch_size=max_batch_size,
+        prefill_chunk_size=prefill_chunk_size,
+    )
+    shape = CacheShape.for_limits(
+        meta.layout, context_window_size=context, max_batch_size=batch, prefill_chunk_size=chunk
+    )
+    return LoadedModel(library, library.load_params(weights_dir), shape, chunk)
+
+
+def checked_limits(
+    metadata: Metadata,
+    *,
+    context_window_size: int | None = None,
+    max_batch_size: int | None = None,
+    prefill_chunk_size: int | None = None,
+) -> tuple[int, int, int]:
+    """Context, batch and chunk to run with: what is asked, within what the library was compiled for.
+
+    Raises
+    ------
+    LibraryError
+        If more is asked.
+    """
+    asked = {
+        "context_window_size": context_window_size,
+        "max_batch_size": max_batch_size,
+        "prefill_chunk_size": prefill_chunk_size,
+    }
+    found = []
+    for name, value in asked.items():
+        limit = getattr(metadata, name)
+        if value is not None and not 1 <= value <= limit:
+            raise LibraryError(
+                f"--{name.replace('_', '-')} {value} is outside 1 .. {limit}, "
+                "which the library was compiled for"
+            )
+        found.append(limit if value is None else value)
+    return found[0], found[1], found[2]

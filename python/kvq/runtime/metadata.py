@@ -1,0 +1,113 @@
+"""What a compiled library says about itself, read from its ``_metadata`` function."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvq import __version__
+from kvq.config import ModelConfig
+from kvq.errors import KvqError, LibraryError
+from kvq.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, shape and dtype of a tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ParamSpec(TensorSpec):
+    """A parameter of the library: the result of ``function(*inputs)``, or its one input as it is."""
+
+    function: str | None
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The metadata of ``docs/design.md``, typed."""
+
+    kvq_version: str
+    tvm_version: str
+    model_type: str
+    quantization: str
+    kv_quantization: str
+    opt: str
+    target: Any
+    cpu_features: tuple[str, ...]
+    model: ModelConfig
+    layout: KVLayout
+    split_pages: int
+    scratch_slots: int
+    context_window_size: int
+    prefill_chunk_size: int
+    max_batch_size: int
+    raw_params: tuple[TensorSpec, ...]
+    params: tuple[ParamSpec, ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Metadata:
+        """Read the JSON text.
+
+        Raises
+        ------
+        LibraryError
+            If a field is absent or malformed, which means another kvq wrote it.
+        """
+        try:
+            data = json.loads(text)
+            copied = ("kvq_version", "tvm_version", "model_type", "quantization", "kv_quantization", "opt")
+            limits = ("context_window_size", "prefill_chunk_size", "max_batch_size")
+            return cls(
+                **{name: data[name] for name in (*copied, *limits, "target")},
+                cpu_features=tuple(data["cpu_features"]),
+                model=ModelConfig(**data["model"]),
+                layout=KVLayout(**data["kv_layout"]),
+                split_pages=data["attention"]["split_pages"],
+                scratch_slots=data["attention"]["scratch_slots"],
+                raw_params=tuple(
+                    TensorSpec(p["name"], tuple(p["shape"]), p["dtype"]) for p in data["raw_params"]
+                ),
+                params=tuple(
+                    ParamSpec(p["name"], tuple(p["shape"]), p["dtype"], p["function"], tuple(p["inputs"]))
+                    for p in data["params"]
+                ),
+            )
+        except KeyError as error:
+            raise LibraryError(
+                f"the library's metadata lacks {error}: compile it again with this kvq"
+            ) from None
+        except (ValueError, TypeError, KvqError) as error:
+            reason = str(error).splitlines()[0]
+            raise LibraryError(
+                f"the library's metadata cannot be read ({reason}): compile it again with this kvq"
+            ) from None
+
+    def check_compatible(self, where: str, tvm_version: str, features: Iterable[str]) -> None:
+        """Refuse a library that this kvq, TVM or CPU cannot run.
+
+        Raises
+        ------
+        LibraryError
+            In one line: what the library needs, and what is here.
+        """
+        if self.kvq_version.split(".")[:2] != __version__.split(".")[:2]:
+            raise LibraryError(
+                f"{where} was compiled by kvq {self.kvq_version}, this is {__version__}: compile it again"
+            )
+        if self.tvm_version != tvm_version:
+            raise LibraryError(
+                f"{where} was compiled by TVM {self.tvm_version}, this is {tvm_version}: compile it again"
+            )
+        missing = sorted(set(self.cpu_features) - set(features))
+        if missing:
+            raise LibraryError(
+                f"{where} needs CPU features {', '.join(missing)}, which this machine lacks: compile it here"
+            )
