@@ -1,0 +1,127 @@
+"""The sampler: what is kept, what is drawn, and that a draw depends on seed, choice and position alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvq.errors import ConfigError
+from kvq.runtime.sampler import Sampler, SamplingParams
+
+VOCAB = 5000
+
+
+def logits_of(probabilities: dict[int, float]) -> np.ndarray:
+    logits = np.full(VOCAB, -30.0, np.float32)
+    for token, probability in probabilities.items():
+        logits[token] = np.log(probability)
+    return logits
+
+
+def draws(params: SamplingParams, logits: np.ndarray, count: int = 400) -> set[int]:
+    return {Sampler(params, (), VOCAB).sample(logits, position).id for position in range(count)}
+
+
+LOGITS = logits_of({7: 0.5, 4000: 0.25, 9: 0.125, 10: 0.075, 11: 0.05})
+
+
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({}, {7, 4000, 9, 10, 11}),
+        ({"top_k": 2}, {7, 4000}),
+        ({"top_k": 1}, {7}),
+        ({"top_p": 0.74}, {7, 4000}),
+        ({"top_p": 0.76}, {7, 4000, 9}),
+        ({"top_p": 1e-6}, {7}),
+        ({"min_p": 0.2}, {7, 4000, 9}),
+        ({"min_p": 1.0}, {7}),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.14}, {7, 4000, 9, 10}),
+        ({"temperature": 0.0}, {7}),
+        ({"temperature": 1e-7}, {7}),
+    ],
+)
+def test_what_is_kept(limits: dict[str, float], kept: set[int]) -> None:
+    assert draws(SamplingParams(seed=3, **limits), LOGITS) == kept  # type: ignore[arg-type]
+
+
+def test_frequencies_follow_probabilities() -> None:
+    sampler = Sampler(SamplingParams(seed=1), (), VOCAB)
+    drawn = [sampler.sample(LOGITS, position).id for position in range(4000)]
+    for token, probability in ((7, 0.5), (4000, 0.25), (11, 0.05)):
+        assert drawn.count(token) / 4000 == pytest.approx(probability, abs=0.03)
+
+
+def test_top_p_over_a_flat_distribution_needs_more_than_the_first_candidates() -> None:
+    flat = np.zeros(VOCAB, np.float32)
+    drawn = draws(SamplingParams(seed=0, top_p=0.5), flat, 2000)
+    assert len(drawn) > 1000 and max(drawn) < VOCAB // 2 + 2
+
+
+def test_a_draw_depends_on_seed_choice_and_position_alone() -> None:
+    logits = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+
+    def tokens(seed: int, choice: int, positions: range) -> list[int]:
+        sampler = Sampler(SamplingParams(seed=seed), (), VOCAB, choice)
+        return [sampler.sample(logits, position).id for position in positions]
+
+    assert tokens(5, 0, range(20))[10:] == tokens(5, 0, range(10, 20))
+    assert tokens(5, 0, range(20)) != tokens(5, 1, range(20)) != tokens(6, 0, range(20))
+    assert tokens(-1, 0, range(3)) == tokens(2**64 - 1, 0, range(3))
+
+
+def test_without_a_seed_draws_differ() -> None:
+    flat = np.zeros(VOCAB, np.float32)
+    assert len({Sampler(SamplingParams(), (), VOCAB).sample(flat, 0).id for _ in range(20)}) > 10
+
+
+def test_penalties() -> None:
+    logits = np.array([2.0, 1.9, -1.0, -1.1], np.float32)
+    greedy = {"temperature": 0.0}
+    assert Sampler(SamplingParams(**greedy, repetition_penalty=1.2), [0], 4).sample(logits, 0).id == 1
+    negative = np.array([-1.0, -1.1], np.float32)
+    assert Sampler(SamplingParams(**greedy, repetition_penalty=1.2), [0], 2).sample(negative, 0).id == 1
+    sampler = Sampler(SamplingParams(**greedy, presence_penalty=0.2), [0], 4)
+    assert [sampler.sample(logits, i).id for i in range(3)] == [0, 1, 0]
+    sampler = Sampler(SamplingParams(**greedy, frequency_penalty=0.15), [0], 4)
+    assert [sampler.sample(logits, i).id for i in range(4)] == [0, 1, 0, 1]
+    assert Sampler(SamplingParams(**greedy, logit_bias={3: 100}), (), 4).sample(logits, 0).id == 3
+    assert logits.tolist() == pytest.approx([2.0, 1.9, -1.0, -1.1])
+
+
+def test_padding_ids_are_never_drawn() -> None:
+    logits = np.zeros(10, np.float32)
+    logits[8:] = 50
+    assert Sampler(SamplingParams(temperature=0), (), 8).sample(logits, 0).id == 0
+
+
+def test_logprobs_are_the_models_own() -> None:
+    params = SamplingParams(temperature=0, logit_bias={11: 100}, top_logprobs=2)
+    token = Sampler(params, (), VOCAB).sample(LOGITS, 0)
+    assert token.id == 11 and token.logprob == pytest.approx(np.log(0.05), abs=1e-5)
+    assert [i for i, _ in token.top] == [7, 4000]
+    assert token.top[0][1] == pytest.approx(np.log(0.5), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": 0},
+        {"presence_penalty": 3},
+        {"top_logprobs": 21},
+    ],
+)
+def test_impossible_parameters_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
+def test_bias_of_an_unknown_id_is_refused() -> None:
+    with pytest.raises(ConfigError, match="names token 4"):
+        Sampler(SamplingParams(logit_bias={4: 1.0}), (), 4)
