@@ -16,7 +16,7 @@ import numpy as np
 from kvq.errors import ConfigError
 
 #: Candidates that are sorted first; nearly always they hold all of top-p.
-_FIRST_CANDIDATES = 512
+_FIRST_CANDIDATES = (256, 4096)
 #: Temperatures below this are greedy: dividing by them would overflow float32.
 _GREEDY_TEMPERATURE = 1e-5
 
@@ -160,17 +160,23 @@ class Sampler:
         return int(ids[min(end - 1, int(np.searchsorted(cumulative[:end], point, side="right")))])
 
     def _candidates(self, weights: np.ndarray, total: float) -> np.ndarray:
-        """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice."""
-        p, count = self.params, _FIRST_CANDIDATES
-        if len(weights) > 2 * count and (p.top_p < 1 or p.min_p or p.top_k > 0):
+        """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice.
+
+        Where nothing is cut off, order is of no use and sorting is spared.
+        """
+        p = self.params
+        if p.top_p == 1 and not p.min_p and not p.top_k:
+            return np.arange(len(weights))
+        for count in _FIRST_CANDIDATES:
+            if len(weights) <= count:
+                break
             first = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
             first = first[np.argsort(-weights[first], kind="stable")]
-            enough = (
+            if (
                 0 < p.top_k <= count
                 or weights[first].sum(dtype=np.float64) >= p.top_p * total
                 or weights[first[-1]] < p.min_p * weights[first[0]]
-            )
-            if enough:
+            ):
                 return first
         return np.argsort(-weights, kind="stable")
 
