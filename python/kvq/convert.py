@@ -84,8 +84,8 @@ def _write(
             target[...] = block.astype(scheme.dtype)
         if not np.isfinite(target).all():
             raise CheckpointError(
-                f"{checkpoint.file_of(source)}: tensor {source} holds NaN, infinity or a value beyond the range "
-                f"of {scheme.dtype}" + (": use q0f32" if scheme.dtype == "float16" else "")
+                f"{checkpoint.file_of(source)}: tensor {source} holds NaN, infinity or a value "
+                f"beyond the range of {scheme.dtype}" + (": use q0f32" if scheme.dtype == "float16" else "")
             )
     writer.add(names[0], out)
 

@@ -37,7 +37,8 @@ def check_tensors(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
         )
     if unused:
         raise CheckpointError(
-            f"{checkpoint.file_of(unused[0])}: {_list(unused)} not used by the model: {_cause(missing, unused)}"
+            f"{checkpoint.file_of(unused[0])}: {_list(unused)} not used by the model: "
+            f"{_cause(missing, unused)}"
         )
     for name, shape in wanted.items():
         found = checkpoint.shape(name)

@@ -79,7 +79,7 @@ class GGUFModel:
             heads = self.config.num_key_value_heads
         rows: np.ndarray | slice = slice(start, stop)
         if heads and self.shape(name)[0] % (2 * heads) == 0:
-            # llama.cpp rotates adjacent rows (i, i + 1), Hugging Face rows (i, i + D/2): undo its permutation.
+            # llama.cpp rotates adjacent rows (i, i + 1), Hugging Face rows (i, i + D/2): undo its order.
             # A head count that does not fit is left to the check of shapes.
             dim = self.shape(name)[0] // heads
             order = np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)

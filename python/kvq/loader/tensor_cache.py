@@ -81,9 +81,9 @@ class TensorCacheWriter:
         )
         self._num_values += array.size if num_values is None else num_values
         if array.nbytes > self._shard_bytes:
-            self._write_shard(memoryview(np.ascontiguousarray(array)).cast("B"))
+            self._write_shard(_bytes(array))
         else:
-            self._data += memoryview(np.ascontiguousarray(array)).cast("B")
+            self._data += _bytes(array)
 
     def finish(self) -> int:
         """Write what is pending, move everything into place, and return the bytes of all tensors."""
@@ -152,6 +152,10 @@ class TensorCacheWriter:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
+def _bytes(array: np.ndarray) -> memoryview:
+    return np.ascontiguousarray(array).data.cast("B")
+
+
 class TensorCache:
     """Converted weights of a directory, mapped and not copied.
 
@@ -193,7 +197,8 @@ class TensorCache:
             raise CheckpointError(f"{path}: this shard is named in {self.path.name} but is missing") from None
         if size != shard["nbytes"]:
             raise CheckpointError(
-                f"{path}: has {size} bytes, {self.path.name} says {shard['nbytes']}: convert the weights again"
+                f"{path}: has {size} bytes, {self.path.name} says {shard['nbytes']}: "
+                "convert the weights again"
             )
         for record in shard["records"]:
             name, end = record["name"], record["byteOffset"] + record["nbytes"]
