@@ -115,7 +115,8 @@ def quantize_keys(k: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.
         uint8 ``[...]``.
     """
     k = k.astype(np.float32)
-    minimum, maximum = k.min(axis=-2), k.max(axis=-2)
+    minimum = k.min(axis=-2) + np.float32(0)  # the sign of a zero must not depend on the order of a reduction
+    maximum = k.max(axis=-2)
     levels = np.float32(2**bits - 1)
     need = ((maximum - minimum) / levels).view(np.uint32)
     log_code = ((need + np.uint32(0x7FFFF)) >> np.uint32(19)).astype(np.int32)
@@ -156,7 +157,7 @@ def quantize_values(
     """
     v = v.astype(np.float32)
     high, low = v.max(axis=-1), v.min(axis=-1)
-    extreme = np.where(high > -low, high, low)
+    extreme = np.where(high > -low, high, low) + np.float32(0)
     half = 2 ** (bits - 1)
     scale_bits = (extreme * np.float32(-1.0 / half)).astype(np.float16).view(np.uint16).astype(np.uint32)
     scale_bits = np.maximum(scale_bits & 0x7FFF, 2) | (scale_bits & 0x8000)

@@ -1,0 +1,258 @@
+"""kv_seal and kv_carry: what happens to a row page when its tokens are all there, or the step ends.
+
+``kv_seal`` quantizes each row page of ``seal_tasks`` into its pool page; one task is one page of one head.
+It writes the words of :func:`kvq.quantization.kv_codec.seal_unit`, bit for bit. The list is usually
+empty in decode. ``kv_carry`` copies the tail page of a sequence from the workspace to its open page.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
+from kvq.quantization.kv_codec import EXPONENT_OFFSET
+
+from .row_ops import vector_lanes
+from .vector import (
+    CpuIsa,
+    constant,
+    place_code,
+    put,
+    reduce_lanes,
+    rint,
+    row_page_to_float,
+    run,
+    splat,
+)
+
+
+def _pack(words: list, index: int, bits: int, codes, lanes: int) -> None:
+    """Put code ``index`` of a chunk (uint32 lanes) into the list of its ``bits`` words."""
+    for word, source_bit, shift in place_code(index, bits):
+        piece = codes
+        if source_bit is not None:
+            piece = T.shift_right(piece, splat(T.uint32(source_bit), lanes)) if source_bit else piece
+            piece = T.bitwise_and(piece, splat(T.uint32(1), lanes))
+        if shift:
+            piece = T.shift_left(piece, splat(T.uint32(shift), lanes))
+        words[word] = T.bind(piece if words[word] is None else T.bitwise_or(words[word], piece))
+
+
+def _seal_keys(pool, unit, kt, layout: KVLayout, lanes: int, red):
+    """Codes, scales and minimums of the keys ``kt[D * P]``; returns the base (int32)."""
+    dim, page, bits = layout.head_dim, layout.page_size, layout.k_bits or 0
+    per_lane = page // K_LANES
+    low = T.sblock_alloc_buffer((dim,), "float32")
+    inverse = T.sblock_alloc_buffer((dim,), "float32")
+    log_code = T.sblock_alloc_buffer((dim,), "int32")
+    top = T.sblock_alloc_buffer((1,), "int32")
+    put(top, T.int32(127 + SCALE_MIN_EXPONENT), 0)
+    with T.serial(dim) as d:
+        least = most = kt[run(d * page, lanes)]
+        for v in range(1, page // lanes):
+            x = T.bind(kt[run(d * page + v * lanes, lanes)])
+            least, most = T.bind(T.min(least, x)), T.bind(T.max(most, x))
+        minimum = T.bind(reduce_lanes(T.min, least, red, lanes) + T.float32(0))
+        need = (reduce_lanes(T.max, most, red, lanes) - minimum) / T.float32(2**bits - 1)
+        rounded_up = T.reinterpret("int32", need) + T.int32(0x7FFFF)
+        put(low, minimum, d)
+        put(log_code, T.shift_right(rounded_up, T.int32(19)), d)
+        put(top, T.max(top[0], T.shift_right(log_code[d], T.int32(4))), 0)
+    base = T.bind(top[0] - T.int32(15 + EXPONENT_OFFSET))
+    origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
+    with T.serial(dim) as d:
+        code = T.bind(T.max(log_code[d] - origin, T.int32(0)))
+        put(log_code, code, d)
+        scale = T.reinterpret("float32", T.shift_left(code + origin, T.int32(19)))
+        put(inverse, T.float32(1) / scale, d)
+    with T.serial(dim // 4) as w:
+        word = T.cast(log_code[w * 4], "uint32")
+        for i in range(1, 4):
+            word = T.bitwise_or(word, T.shift_left(T.cast(log_code[w * 4 + i], "uint32"), T.uint32(8 * i)))
+        put(pool, word, *unit, w + layout.k_scale_offset)
+    with T.serial(dim // 2) as w:
+        halves = [
+            T.cast(T.reinterpret("uint16", T.cast(low[w * 2 + i], "float16")), "uint32") for i in range(2)
+        ]
+        put(pool, T.bitwise_or(halves[0], T.shift_left(halves[1], T.uint32(16))), *unit, w + layout.k_min_offset)
+    with T.serial(dim * per_lane // CODES_PER_CHUNK) as chunk:
+        for sub in range(K_LANES // lanes):
+            words: list = [None] * bits
+            for i in range(CODES_PER_CHUNK):
+                d = T.bind(chunk * (CODES_PER_CHUNK // per_lane) + i // per_lane)
+                x = kt[run(d * page + (i % per_lane) * K_LANES + sub * lanes, lanes)]
+                steps = rint((x - splat(low[d], lanes)) * splat(inverse[d], lanes), lanes)
+                steps = T.min(steps, constant(2**bits - 1, lanes))
+                codes = T.reinterpret(f"uint32x{lanes}", T.cast(steps, f"int32x{lanes}"))
+                _pack(words, i, bits, T.bind(codes), lanes)
+            for w in range(bits):
+                put(pool, words[w], *unit, run((chunk * bits + w) * K_LANES + sub * lanes, lanes))
+    return base
+
+
+def _seal_values(pool, unit, v, base, layout: KVLayout, lanes: int, red) -> None:
+    """Codes and scales of the values ``v[P * D]``; the first scales carry ``base`` if there is one."""
+    dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
+    half = 2 ** (bits - 1)
+    inverse = T.sblock_alloc_buffer((page,), "float32")
+    scale_bits = T.sblock_alloc_buffer((page,), "uint32")
+    with T.serial(page) as t:
+        least = most = v[run(t * dim, lanes)]
+        for j in range(1, dim // lanes):
+            x = T.bind(v[run(t * dim + j * lanes, lanes)])
+            least, most = T.bind(T.min(least, x)), T.bind(T.max(most, x))
+        low = T.bind(reduce_lanes(T.min, least, red, lanes))
+        high = T.bind(reduce_lanes(T.max, most, red, lanes))
+        extreme = T.Select(high > T.float32(0) - low, high, low) + T.float32(0)
+        scale = T.cast(extreme * T.float32(-1.0 / half), "float16")
+        raw = T.bind(T.cast(T.reinterpret("uint16", scale), "uint32"))
+        magnitude = T.max(T.bitwise_and(raw, T.uint32(0x7FFF)), T.uint32(2))
+        word = T.bind(T.bitwise_or(magnitude, T.bitwise_and(raw, T.uint32(0x8000))))
+        if base is not None:
+            wanted = T.shift_right(T.cast(base, "uint32"), T.cast(T.min(t, BASE_BITS - 1), "uint32"))
+            differs = T.bitwise_and(T.bitwise_xor(word, wanted), T.uint32(1))
+            word = T.bind(word + T.Select(t < BASE_BITS, differs, T.uint32(0)))
+        put(scale_bits, word, t)
+        stored = T.reinterpret("float16", T.cast(word, "uint16"))
+        put(inverse, T.float32(1) / T.cast(stored, "float32"), t)
+    with T.serial(page // 2) as w:
+        word = T.bitwise_or(scale_bits[w * 2], T.shift_left(scale_bits[w * 2 + 1], T.uint32(16)))
+        put(pool, word, *unit, w + layout.v_scale_offset)
+    with T.serial(page // CODES_PER_CHUNK) as chunk, T.serial(dim // lanes) as j:
+        words: list = [None] * bits
+        for i in range(CODES_PER_CHUNK):
+            t = T.bind(chunk * CODES_PER_CHUNK + i)
+            x = v[run(t * dim + j * lanes, lanes)]
+            steps = rint(x * splat(inverse[t], lanes), lanes) + constant(half, lanes)
+            steps = T.max(T.min(steps, constant(2**bits - 1, lanes)), constant(0, lanes))
+            codes = T.reinterpret(f"uint32x{lanes}", T.cast(steps, f"int32x{lanes}"))
+            _pack(words, i, bits, T.bind(codes), lanes)
+        for w in range(bits):
+            put(pool, words[w], *unit, run((chunk * bits + w) * dim + j * lanes + layout.v_offset, lanes))
+
+
+def _copy_raw(pool, unit, source, start, offset: int, layout: KVLayout, isa: CpuIsa) -> None:
+    """Copy an unquantized component of a row page, as it is."""
+    values = isa.lanes
+    words = values * (2 if layout.row_dtype == "float16" else 4) // 4
+    with T.serial(layout.values_per_unit // values) as j:
+        row = source[(*start, run(j * values, values))]
+        put(pool, T.reinterpret(f"uint32x{words}", row), *unit, run(j * words + offset, words))
+
+
+def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
+    """Build the kernel.
+
+    Arguments of the kernel: kv_open, kv_workspace, plan_counts ``int32[4]``, seal_tasks ``int32[., 2]``
+    (row page, pool page), layer, and kv_pool (written in place).
+    """
+    kv_heads, layers = layout.num_kv_heads, layout.num_layers
+    k_lanes = isa.lanes
+    v_lanes = vector_lanes(layout.head_dim, isa.lanes)
+
+    def seal_head(task, kv_open, kv_workspace, num_open, tasks, layer, pool):
+        head = T.bind(T.truncmod(task, T.int32(kv_heads)))
+        at = T.bind(T.truncdiv(task, T.int32(kv_heads)))
+        source = T.bind(T.cast(tasks[at, 0], "int64"))
+        unit = (T.bind(T.cast(tasks[at, 1], "int64")), layer, head)
+        red = T.sblock_alloc_buffer((isa.lanes,), "float32")
+        x = T.sblock_alloc_buffer((layout.values_per_unit,), "float32")
+
+        def load(part: int, offset: int) -> None:
+            """Component ``part`` of the row page: to ``x`` if it will be quantized, else to the pool."""
+            bits = layout.v_bits if part else layout.k_bits
+
+            def one(rows, start):
+                if bits is None:
+                    _copy_raw(pool, unit, rows, (*start, part), offset, layout, isa)
+                else:
+                    row_page_to_float(x, rows, (*start, part), layout.values_per_unit, isa.lanes)
+
+            with T.If(source < num_open):
+                with T.Then():
+                    one(kv_open, (source, layer, head))
+                with T.Else():
+                    one(kv_workspace, (source - num_open, head))
+
+        base = None
+        load(0, 0)
+        if layout.k_bits is not None:
+            base = _seal_keys(pool, unit, x, layout, k_lanes, red)
+        load(1, layout.v_offset)
+        if layout.v_bits is not None:
+            _seal_values(pool, unit, x, base, layout, v_lanes, red)
+        elif base is not None:
+            put(pool, T.cast(base, "uint32"), *unit, layout.k_base_offset)
+
+    @T.prim_func(s_tir=True, private=True)
+    def kv_seal(
+        open_h: T.handle,
+        workspace_h: T.handle,
+        counts: T.Buffer((4,), "int32"),
+        tasks_h: T.handle,
+        layer: T.int64,
+        pool_h: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
+        num_pages = T.int64()
+        num_open = T.int64()
+        num_workspace = T.int64()
+        num_tasks = T.int64()
+        kv_open = T.match_buffer(
+            open_h, (num_open, layers, kv_heads, 2, layout.values_per_unit), layout.row_dtype
+        )
+        kv_workspace = T.match_buffer(
+            workspace_h, (num_workspace, kv_heads, 2, layout.values_per_unit), layout.row_dtype
+        )
+        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
+        if counts[0] > 0:
+            for task in T.parallel(counts[0] * kv_heads):
+                with T.sblock("seal"):
+                    vt = T.axis.spatial(counts[0] * kv_heads, task)
+                    T.reads()
+                    T.writes()
+                    seal_head(vt, kv_open, kv_workspace, num_open, tasks, layer, pool)
+
+    return kv_seal
+
+
+def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
+    """Build the kernel.
+
+    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (workspace
+    row page, open page), layer, and kv_open (written in place).
+    """
+    kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
+
+    @T.prim_func(s_tir=True, private=True)
+    def kv_carry(
+        workspace_h: T.handle,
+        counts: T.Buffer((4,), "int32"),
+        tasks_h: T.handle,
+        layer: T.int64,
+        open_h: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
+        num_open = T.int64()
+        num_workspace = T.int64()
+        num_tasks = T.int64()
+        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
+        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
+        for task in T.serial(counts[1]):
+            for head in T.serial(kv_heads):
+                for part in T.serial(2):
+                    for j in T.serial(unit // isa.lanes):
+                        with T.sblock("carry"):
+                            vt, vh, vp, vj = T.axis.remap("SSSS", [task, head, part, j])
+                            T.reads()
+                            T.writes()
+                            source: T.let = T.cast(tasks[vt, 0], "int64") - num_open
+                            target: T.let = T.cast(tasks[vt, 1], "int64")
+                            kv_open[target, layer, vh, vp, run(vj * isa.lanes, isa.lanes)] = kv_workspace[
+                                source, vh, vp, run(vj * isa.lanes, isa.lanes)
+                            ]
+
+    return kv_carry
