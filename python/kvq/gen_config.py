@@ -9,15 +9,15 @@ from typing import Any
 
 import tokenizers
 
-from kvq.chat_template import ChatTemplate
 from kvq.config import ChatConfig, ModelConfig, describe_validation
-from kvq.conv_templates import CHECKPOINT, built_in_template
 from kvq.errors import CheckpointError, ConfigError
 from kvq.layout import KVLayout
 from kvq.loader.chat_source import ChatSource, read_chat_source
 from kvq.loader.checkpoint import open_checkpoint
 from kvq.quantization.scheme import KVQuantization, WeightScheme, resolve
 from kvq.quantization.weights import stored_parameters
+from kvq.tokenizer.chat_template import ChatTemplate
+from kvq.tokenizer.conv_templates import CHECKPOINT, built_in_template
 
 DEFAULT_PREFILL_CHUNK = 2048
 DEFAULT_BATCH = 8
