@@ -21,7 +21,7 @@ STOREYS = (
     {"model", "loader", "quantization", "passes", "schedules", "runtime", "tokenizer"},
     {
         *("convert", "gen_config", "compiler", "demo_model", "model_source", "build", "memory", "engine"),
-        *("eval", "bench", "inspect_cache", "serve"),
+        *("eval", "bench", "compare", "inspect_cache", "serve"),
     },
     {"cli", "__main__"},
 )

@@ -21,6 +21,9 @@ from kvq.layout import KVLayout
 #: Name of the scheme that the others are compared with.
 REFERENCE = "none"
 
+#: Called with (done, total).
+Progress = Callable[[int, int], None]
+
 
 class Prefiller(Protocol):
     """One compiled model with one sequence, as the evaluation drives it."""
@@ -87,7 +90,7 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[Window]:
     if not 1 <= stride <= window or window < 2:
         raise ConfigError(f"--window {window} and --stride {stride}: need 1 <= stride <= window, window >= 2")
     if num_tokens < 2:
-        raise ConfigError(f"the text has {num_tokens} tokens: perplexity needs at least 2")
+        raise ConfigError(f"{num_tokens} tokens of text are too few: perplexity needs at least 2")
     scored = 0
     for begin in range(0, num_tokens - 1, stride):
         end = min(begin + window, num_tokens)
@@ -106,7 +109,7 @@ def score(
     window: int,
     stride: int,
     chunk: int,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[Scores]:
     """Score a text under several models; the first is the reference of the others.
 
@@ -119,7 +122,7 @@ def score(
     window, stride, chunk : int
         In tokens; ``chunk`` is the prefill chunk, which bounds the logits held at once.
     progress : callable, optional
-        Called with the number of tokens that every model has just read.
+        Called with the tokens that every model has read, and with how many there are to read.
 
     Returns
     -------
@@ -127,7 +130,9 @@ def score(
         One a model.
     """
     scores = [Scores() for _ in models]
-    for part in windows(len(tokens), window, stride):
+    parts = list(windows(len(tokens), window, stride))
+    done, total = 0, sum(part.end - 1 - part.begin for part in parts)
+    for part in parts:
         for model in models:
             model.reset()
         # The last token is only predicted, never read.
@@ -135,8 +140,9 @@ def score(
             stop = min(start + chunk, part.end - 1)
             rows = np.arange(max(start, part.first - 1), stop, dtype=np.int32)
             _score_chunk(models, scores, tokens, start, stop, rows, part.begin)
+            done += stop - start
             if progress is not None:
-                progress(stop - start)
+                progress(done, total)
     return scores
 
 

@@ -1,0 +1,103 @@
+"""``kvq eval``: what each cache scheme costs in quality."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+NAME = "eval"
+
+_EXAMPLE = """example:
+  kvq eval perplexity smollm2 --kv none,int8,int4,int3
+  kvq eval perplexity ./out --text book.txt --window 2048 --max-tokens 16384 --json
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command to ``kvq``."""
+    parser = subparsers.add_parser(
+        NAME,
+        help="quality of the cache schemes, through the compiled library",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    perplexity = kinds.add_parser(
+        "perplexity",
+        help="perplexity, KL divergence and agreement on a text",
+        description="Scores a text under each cache scheme, as it is served, against the unquantized cache.",
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = perplexity.add_argument
+    add("model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory")
+    add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
+    add("--kv", metavar="LIST", default="none,int8,int4,int3", help="cache schemes (default: %(default)s)")
+    add("--text", metavar="FILE", default="opticks", help="UTF-8 text (default: prose that ships with kvq)")
+    add("--max-tokens", metavar="N", type=int, default=12288, help="tokens to read (default: %(default)s)")
+    add("--window", metavar="N", type=int, default=1024, help="tokens of a window (default: %(default)s)")
+    add("--stride", metavar="N", type=int, help="tokens between windows (default: the window)")
+    add("--chunk", metavar="N", type=int, default=256, help="tokens of a prefill step (default: %(default)s)")
+    add("--opt", default="O1", help="O1 computes with exact activations (default: %(default)s)")
+    add("--json", action="store_true", help="print a JSON list, an object a scheme")
+    perplexity.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run ``kvq eval perplexity``."""
+    from rich.progress import Progress
+
+    from kvq.cli.tables import error_console
+    from kvq.compare import parse_schemes
+    from kvq.eval.perplexity import REFERENCE
+    from kvq.eval.run import evaluate_perplexity
+
+    schemes = parse_schemes(args.kv, reference=REFERENCE)
+    with Progress(console=error_console(), transient=True) as bar:
+        task = bar.add_task("preparing", total=None)
+        rows = evaluate_perplexity(
+            args.model,
+            schemes,
+            args.text,
+            quantization=args.quantization,
+            opt=args.opt,
+            max_tokens=args.max_tokens,
+            window=args.window,
+            stride=args.stride,
+            chunk=args.chunk,
+            progress=lambda done, total: bar.update(task, completed=done, total=total, description="scoring"),
+        )
+    if args.json:
+        print(json.dumps(rows, indent=2))
+    else:
+        _print(args.model, rows)
+    return 0
+
+
+def _print(model: str, rows: list[dict[str, Any]]) -> None:
+    from kvq.cli.tables import print_table
+
+    first = rows[0]
+    print_table(
+        f"{model}: weights {first['quantization']}, {first['opt']}, {first['scored_tokens']} tokens scored "
+        f"in windows of {first['window']}",
+        ["kv", "bits/value", "perplexity", "±", "delta", "±", "KL (nats)", "KL p99", "same top-1"],
+        [
+            [
+                row["kv"],
+                f"{row['bits_per_value']:.2f}",
+                f"{row['perplexity']:.3f}",
+                f"{row['stderr']:.3f}",
+                f"{row['delta_percent']:+.2f}%",
+                f"{row['delta_stderr']:.2f}",
+                f"{row['kl']:.4f}",
+                f"{row['kl_p99']:.3f}",
+                f"{row['top1_percent']:.1f}%",
+            ]
+            for row in rows
+        ],
+    )
+    print(f"prefill chunk: {first['chunk']} tokens")
+    for row in rows:
+        print(f"{row['kv']}: attends to quantized pages: {row['quantized_keys']} of {row['keys']} keys")

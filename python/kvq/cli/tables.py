@@ -1,0 +1,35 @@
+"""How the commands print: tables on stdout that survive a pipe, progress on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def error_console() -> Console:
+    """A console on stderr."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is text, the others are numbers.
+
+    Lines are not folded where stdout is no terminal, so that a file or a pipe gets whole lines.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(table)
