@@ -16,7 +16,6 @@ from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.library import Library, Params
 from kvq.runtime.loaded_model import LoadedModel
 
-
 __all__ = ["Comparison", "Report", "parse_schemes"]
 
 
