@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ class Library:
         metadata = Metadata.parse(text)
         metadata.check_compatible(str(path), tvm.__version__, detect())
         return cls(path, machine, metadata, tvm.cpu())
+
+    @property
+    def params_bytes(self) -> int:
+        """Bytes of the parameters that :meth:`load_params` will make."""
+        sizes = {
+            (spec.function, spec.inputs): math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
+            for spec in self.metadata.params
+        }
+        return sum(sizes.values())
 
     def load_params(
         self, weights_dir: str | Path, progress: Callable[[int, int], None] | None = None

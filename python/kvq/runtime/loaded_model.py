@@ -81,6 +81,11 @@ class LoadedModel:
         """Layout of the cache."""
         return self.metadata.layout
 
+    @property
+    def nbytes(self) -> dict[str, int]:
+        """Bytes of the cache's tensors by name, counted from the tensors."""
+        return {**self.tensors.nbytes, "faults": self.plan.kv_faults.nbytes}
+
     def step(
         self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
     ) -> np.ndarray:

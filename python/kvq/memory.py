@@ -1,0 +1,234 @@
+"""The memory plan: what a model will allocate, term by term, before anything is.
+
+Cache terms are computed by the same sum that the runtime allocates by (:mod:`kvq.runtime.cache_shape`),
+so they agree to the byte; activations are an upper estimate of what the compiled step holds at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass, replace
+
+from kvq.config import ModelConfig
+from kvq.errors import ConfigError, OutOfMemoryError
+from kvq.layout import KVLayout
+from kvq.quantization.scheme import KVQuantization, WeightScheme
+from kvq.quantization.weights import stored_parameters
+from kvq.runtime.cache_shape import CacheShape, scratch_bytes
+
+#: Scratch slots of the attention kernels that the compiler sets by default.
+DEFAULT_SCRATCH_SLOTS = 64
+
+_ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+#: The flag that lowers each term.
+_REMEDIES = {
+    "weights_bytes": "--quantization q4f16_1 (or a smaller model)",
+    "kv_sealed_bytes": "--kv-quantization int3, or a smaller --context-window-size or --max-batch-size",
+    "kv_open_bytes": "--max-batch-size",
+    "kv_workspace_bytes": "--prefill-chunk-size",
+    "activation_bytes": "--prefill-chunk-size",
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by term.
+
+    Attributes
+    ----------
+    weights_bytes : int
+        Converted weights.
+    kv_sealed_bytes, kv_open_bytes : int
+        The pool of sealed pages, and the open pages.
+    kv_workspace_bytes : int
+        A step's row pages, the attention's scratch and the fault counters.
+    activation_bytes : int
+        Upper estimate of the other tensors of a step.
+    bits_per_value : float
+        Of a value in a sealed page, everything included.
+    max_tokens : int
+        Tokens that the pool of sealed pages holds.
+    """
+
+    weights_bytes: int
+    kv_sealed_bytes: int
+    kv_open_bytes: int
+    kv_workspace_bytes: int
+    activation_bytes: int
+    bits_per_value: float
+    max_tokens: int
+
+    @property
+    def kv_bytes(self) -> int:
+        """Everything the cache takes."""
+        return self.kv_sealed_bytes + self.kv_open_bytes + self.kv_workspace_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The sum of all terms."""
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes
+
+    def to_dict(self) -> dict[str, int | float]:
+        """All fields and the total, JSON-ready."""
+        fields = asdict(self)
+        tail = {name: fields.pop(name) for name in ("bits_per_value", "max_tokens")}
+        return {**fields, "total_bytes": self.total_bytes, **tail}
+
+    def check(self, budget: int) -> None:
+        """Refuse a plan beyond ``budget`` bytes.
+
+        Raises
+        ------
+        OutOfMemoryError
+            Names the largest term and the flag that lowers it.
+        """
+        if self.total_bytes <= budget:
+            return
+        name = max(_REMEDIES, key=lambda term: getattr(self, term))
+        raise OutOfMemoryError(
+            f"{format_bytes(self.total_bytes)} are needed and {format_bytes(budget)} are there; the largest "
+            f"term is {name} with {format_bytes(getattr(self, name))}: lower it with {_REMEDIES[name]}"
+        )
+
+
+def kv_layout(model: ModelConfig, weights: WeightScheme, kv: KVQuantization, page_size: int = 64) -> KVLayout:
+    """Layout of a model's cache under a weight and a cache scheme."""
+    quantized = kv.k_bits is not None or kv.v_bits is not None
+    return KVLayout(
+        model.num_hidden_layers,
+        model.num_key_value_heads,
+        model.head_dim,
+        kv.k_bits,
+        kv.v_bits,
+        page_size,
+        "float16" if quantized else weights.row_dtype,
+    )
+
+
+def weights_bytes(model: ModelConfig, weights: WeightScheme) -> int:
+    """Bytes of the converted weights."""
+    return sum(
+        math.prod(tensor.shape) * _ITEMSIZE[tensor.dtype] for tensor in stored_parameters(model, weights)
+    )
+
+
+def plan_cache(
+    model: ModelConfig,
+    layout: KVLayout,
+    shape: CacheShape,
+    *,
+    weights_bytes: int,
+    max_rows: int,
+    scratch_slots: int = DEFAULT_SCRATCH_SLOTS,
+) -> MemoryPlan:
+    """The plan of a cache whose pages are already counted.
+
+    Parameters
+    ----------
+    max_rows : int
+        Most rows of a step.
+    scratch_slots : int
+        Of the library's metadata.
+    """
+    faults = max_rows * 2 * 4
+    return MemoryPlan(
+        weights_bytes=weights_bytes,
+        kv_sealed_bytes=shape.sealed_bytes(layout),
+        kv_open_bytes=shape.open_bytes(layout),
+        kv_workspace_bytes=shape.workspace_bytes(layout)
+        + scratch_bytes(layout, model.num_attention_heads, scratch_slots)
+        + faults,
+        activation_bytes=_activation_bytes(model, max_rows, shape.num_open),
+        bits_per_value=layout.bits_per_value,
+        max_tokens=shape.num_pages * layout.page_size,
+    )
+
+
+def plan_memory(
+    model_config: ModelConfig,
+    weight_scheme: WeightScheme,
+    kv: KVQuantization,
+    context_window_size: int,
+    max_batch_size: int = 1,
+    prefill_chunk_size: int = 2048,
+    page_size: int = 64,
+) -> MemoryPlan:
+    """Plan the memory of a model that is not compiled yet.
+
+    Parameters
+    ----------
+    model_config, weight_scheme, kv
+        The model and its schemes.
+    context_window_size, max_batch_size : int
+        Tokens of a sequence, and sequences at once; the pool holds all of them in full.
+    prefill_chunk_size : int
+        Most rows of a step.
+
+    Raises
+    ------
+    ConfigError
+        If a number makes no sense, or the schemes cannot store the model.
+    """
+    layout = kv_layout(model_config, weight_scheme, kv, page_size)
+    shape = CacheShape.for_limits(
+        layout,
+        context_window_size=context_window_size,
+        max_batch_size=max_batch_size,
+        prefill_chunk_size=prefill_chunk_size,
+    )
+    return plan_cache(
+        model_config,
+        layout,
+        shape,
+        weights_bytes=weights_bytes(model_config, weight_scheme),
+        max_rows=max(min(prefill_chunk_size, context_window_size * max_batch_size), max_batch_size),
+    )
+
+
+def fill_budget(plan: MemoryPlan, layout: KVLayout, budget: int) -> MemoryPlan:
+    """The plan with as many sealed pages as a budget of bytes leaves room for.
+
+    Raises
+    ------
+    OutOfMemoryError
+        If not even one page fits.
+    """
+    empty = replace(plan, kv_sealed_bytes=0, max_tokens=0)
+    pages = (budget - empty.total_bytes) // layout.page_bytes
+    if pages < 1:
+        replace(empty, kv_sealed_bytes=layout.page_bytes).check(budget)
+    return replace(plan, kv_sealed_bytes=pages * layout.page_bytes, max_tokens=pages * layout.page_size)
+
+
+def _activation_bytes(model: ModelConfig, rows: int, logit_rows: int) -> int:
+    """float32 tensors of the widest place of a layer, for all rows of a step, and the logits."""
+    qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+    attention = qkv + model.num_attention_heads * model.head_dim
+    widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    return 4 * (rows * widest + logit_rows * model.vocab_size)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``48GB`` (powers of 1000), ``44.7GiB`` (of 1024) or ``48000000000``.
+
+    Raises
+    ------
+    ConfigError
+        If the text is no size.
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None or float(match[1]) == 0:
+        raise ConfigError(f"{text!r} is not a size: use for example 48GB or 44.7GiB")
+    return int(float(match[1]) * {**_UNITS, **_BINARY_UNITS}[match[2] or ""])
+
+
+def format_bytes(count: int) -> str:
+    """Bytes for people: ``272.0 MiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
