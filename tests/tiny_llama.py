@@ -6,11 +6,15 @@ that golden files stay valid whatever the order, the storage or the version of n
 
 from __future__ import annotations
 
+import json
 import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
+import tokenizers
 
 
 @dataclass(frozen=True)
@@ -109,10 +113,33 @@ class TinyLlama:
         """Every tensor of the checkpoint."""
         return {name: self.tensor(name) for name in self.shapes()}
 
+    def write(self, directory: Path) -> Path:
+        """Write the checkpoint as Hugging Face does, with a byte tokenizer and a chat template."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(self.config()))
+        safetensors.numpy.save_file(self.tensors(), directory / "model.safetensors")
+        byte_tokenizer().save(str(directory / "tokenizer.json"))
+        template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}</s>{% endfor %}assistant: "
+        names = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+        (directory / "tokenizer_config.json").write_text(json.dumps(names))
+        return directory
+
     def prompt(self, num_tokens: int) -> np.ndarray:
         """Random token ids, int32 ``[num_tokens]``."""
         rng = np.random.RandomState([self.seed, num_tokens])
         return rng.randint(0, self.vocab_size, num_tokens).astype(np.int32)
+
+
+def byte_tokenizer() -> tokenizers.Tokenizer:
+    """A token a byte, after ``<unk>``, ``<s>`` and ``</s>``: 259 tokens."""
+    special = ["<unk>", "<s>", "</s>"]
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
 
 
 #: The architectures that golden files exist for (``tests/goldens/tiny_NAME.npz``).
