@@ -160,12 +160,9 @@ class GGUFFile:
 
         tensor = self._tensors[name]
         raw = np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
-        if len(tensor.shape) == 1:
-            raw, rows = raw.reshape(1, -1), slice(None)
-        else:
-            raw = raw.reshape(tensor.shape[0], -1)
+        vector = len(tensor.shape) == 1
+        raw = raw.reshape(1, -1) if vector else raw.reshape(tensor.shape[0], -1)[rows]
         kind = GGMLQuantizationType(tensor.type_id)
-        raw = raw[rows]
         if kind == GGMLQuantizationType.F32:
             out = raw.view(np.float32)
         elif kind == GGMLQuantizationType.F16:
@@ -177,7 +174,7 @@ class GGUFFile:
                 raise CheckpointError(
                     f"{self.path}: tensor {name} is {kind.name}, which cannot be dequantized"
                 ) from None
-        return out.reshape(tensor.shape if len(tensor.shape) == 1 else (-1, *tensor.shape[1:]))
+        return out.reshape(-1)[rows] if vector else out.reshape(-1, *tensor.shape[1:])
 
     def close(self) -> None:
         """Close the file; arrays read from it stay valid."""

@@ -84,10 +84,7 @@ class GGUFModel:
             dim = self.shape(name)[0] // heads
             order = np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
             rows = order[start:stop]
-        out = self.file.read(self._names[name], rows)
-        if out.ndim == 1 and len(out) != stop - start:
-            out = out[rows]
-        return out
+        return self.file.read(self._names[name], rows)
 
     def close(self) -> None:
         """Close the file."""
