@@ -122,8 +122,8 @@ class Engine:
         has = (self.metadata.quantization, self.metadata.kv_quantization)
         if asked != has:
             raise LibraryError(
-                f"{library}: was compiled for weights in {has[0]} and a KV cache in {has[1]}, not {asked[0]} and "
-                f"{asked[1]}: leave --model-lib out to have it compiled"
+                f"{library}: was compiled for weights in {has[0]} and a KV cache in {has[1]}, not {asked[0]} "
+                f"and {asked[1]}: leave --model-lib out to have it compiled"
             )
 
     @property
