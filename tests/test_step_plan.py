@@ -65,7 +65,7 @@ def test_no_split_without_need_or_slots(threads: int, heads: int, slots: int) ->
     assert plan.plan_counts[3] == 0
 
 
-@pytest.mark.parametrize(("threads", "tile"), [(1, 64), (2, 32), (64, 16)])
+@pytest.mark.parametrize(("threads", "tile"), [(1, 16), (2, 16), (40, 8), (256, 4)])
 def test_prefill_tiles_shrink_with_idle_threads(threads: int, tile: int) -> None:
     plan = make_plan(heads=2)
     build_step(plan, [(0, 3 * P)], threads)
@@ -74,12 +74,18 @@ def test_prefill_tiles_shrink_with_idle_threads(threads: int, tile: int) -> None
     assert sorted(first for first, *_ in tasks) == list(range(0, 3 * P, tile))
 
 
+def test_rows_that_share_a_page_are_not_split() -> None:
+    plan = make_plan()
+    advance(plan, 16 * P * 3 + 5)
+    build_step(plan, [(0, 7)], threads=2)
+    assert attention(plan) == [[0, 7, 0, 0, 0, 4, -1]]
+
+
 def test_shares_of_a_prefill_cost_about_the_same() -> None:
     plan = make_plan(heads=8)
     build_step(plan, [(0, 32 * P)], threads=2)
-    costs = [(end - first) * (row_page - 7) for first, end, _, row_page, *_ in attention(plan) if row_page]
-    assert len(costs) == 31
-    costs = [(end - first) * max(1, row_page - 7 + 1) for first, end, _, row_page, *_ in attention(plan)]
+    # row page 0 is page 0, workspace page w (row page 8 + w) is page w + 1
+    costs = [(end - first) * max(1, row_page - 6) for first, end, _, row_page, *_ in attention(plan)]
     half = len(costs) // 2
     assert abs(sum(costs[:half]) - sum(costs[half:])) < 0.1 * sum(costs)
 

@@ -56,7 +56,9 @@ class LoadedModel:
         )
         table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
         meta = self.metadata
-        self.plan = StepPlan(self.cache, self.max_rows, table, meta.split_pages, meta.scratch_slots)
+        self.plan = StepPlan(
+            self.cache, self.max_rows, table, meta.split_pages, meta.scratch_slots, meta.tile_rows
+        )
         self.faults = np.zeros(2, np.int64)
         self._ids = aligned_zeros((self.max_rows,), np.int32)
         self._logit_rows = aligned_zeros((self.max_rows,), np.int32)

@@ -46,6 +46,7 @@ class Metadata:
     layout: KVLayout
     split_pages: int
     scratch_slots: int
+    tile_rows: int
     context_window_size: int
     prefill_chunk_size: int
     max_batch_size: int
@@ -72,6 +73,7 @@ class Metadata:
                 layout=KVLayout(**data["kv_layout"]),
                 split_pages=data["attention"]["split_pages"],
                 scratch_slots=data["attention"]["scratch_slots"],
+                tile_rows=data["attention"].get("tile_rows", 16),
                 raw_params=tuple(
                     TensorSpec(p["name"], tuple(p["shape"]), p["dtype"]) for p in data["raw_params"]
                 ),

@@ -23,10 +23,8 @@ from kvq.runtime.kv_cache import Append, PagedKVCache, SequenceId
 ALIGNMENT = 64
 #: Pieces of work (tasks x KV heads) a thread should get, so that unequal ones even out.
 UNITS_PER_THREAD = 4
-#: A step of more rows than this has tasks enough without splitting rows.
-MAX_SPLIT_ROWS = 16
-#: Rows of an attention task where a whole page of rows would leave threads idle.
-SMALL_TILES = (32, 16)
+#: Tiles are not cut below this, however many threads are idle: every task reads all its keys again.
+MIN_TILE_ROWS = 4
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -54,8 +52,9 @@ class StepPlan:
         Most rows of a step (the prefill chunk, or the batch where that is larger).
     max_table_pages : int
         Most sealed pages of all sequences of a step together.
-    split_pages, scratch_slots : int
-        ``attention`` of the library's metadata.
+    split_pages, scratch_slots, tile_rows : int
+        ``attention`` of the library's metadata: pages of a split, slots for partial results, and most
+        rows of a task.
 
     Attributes
     ----------
@@ -72,13 +71,20 @@ class StepPlan:
     """
 
     def __init__(
-        self, cache: PagedKVCache, max_rows: int, max_table_pages: int, split_pages: int, scratch_slots: int
+        self,
+        cache: PagedKVCache,
+        max_rows: int,
+        max_table_pages: int,
+        split_pages: int,
+        scratch_slots: int,
+        tile_rows: int = 16,
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
         self.split_pages = split_pages
         self.scratch_slots = scratch_slots
-        num_open, pages = cache.open_pages.num_open, max_rows + cache.num_workspace
+        self.tile_rows = tile_rows
+        num_open = cache.open_pages.num_open
         self.positions = aligned_zeros((max_rows,), np.int32)
         self.append_slots = aligned_zeros((max_rows,), np.int32)
         self.kv_faults = aligned_zeros((max_rows, 2), np.int32)
@@ -86,8 +92,8 @@ class StepPlan:
         self.plan_counts = aligned_zeros((4,), np.int32)
         self.seal_tasks = aligned_zeros((num_open + cache.num_workspace, 2), np.int32)
         self.carry_tasks = aligned_zeros((max(1, num_open), 2), np.int32)
-        self.attention_tasks = aligned_zeros((pages + scratch_slots, 7), np.int32)
-        self.merge_tasks = aligned_zeros((MAX_SPLIT_ROWS, 3), np.int32)
+        self.attention_tasks = aligned_zeros((max_rows + scratch_slots, 7), np.int32)
+        self.merge_tasks = aligned_zeros((max(1, scratch_slots // 2), 3), np.int32)
         self.num_rows = 0
         self.num_sequences = 0
 
@@ -170,7 +176,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     plan.positions[:rows] = positions
     plan.append_slots[:rows] = slots
     plan.page_table[: len(table)] = table
-    tasks, merges = _attention(spans, rows, plan, threads * UNITS_PER_THREAD)
+    tasks, merges = _attention(spans, plan, threads)
     tasks = _deal(tasks, threads)
     if seals:
         plan.seal_tasks[: len(seals)] = seals
@@ -186,32 +192,32 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
 
 
 def _attention(
-    spans: list[_Span], rows: int, plan: StepPlan, units: int
+    spans: list[_Span], plan: StepPlan, threads: int
 ) -> tuple[list[_Task], list[tuple[int, int, int]]]:
-    """Cut the rows of each page into tasks, aiming at ``units`` tasks x KV heads."""
+    """Cut the rows of each page into tasks, aiming at some tasks x KV heads for each thread.
+
+    A task brings every page it reads to float32 once, for all of its rows: so tiles are as large as the
+    kernels take, and smaller only where threads would have nothing to do. Splitting a single row costs
+    nothing but the merge.
+    """
     heads = plan.cache.layout.num_kv_heads
     split_pages, slots = plan.split_pages, plan.scratch_slots
+    tile = plan.tile_rows
+    count = sum(-(-(end - first) // tile) for first, end, *_ in spans)
+    while tile > MIN_TILE_ROWS and count * heads < threads:
+        tile //= 2
+        count = sum(-(-(end - first) // tile) for first, end, *_ in spans)
+    may_split = count * heads < threads * UNITS_PER_THREAD
+    used = 0
     tasks: list[_Task] = []
     merges: list[tuple[int, int, int]] = []
-    if rows <= MAX_SPLIT_ROWS and rows * heads < units:
-        used = 0
-        for first, end, table, row_page, page in spans:
-            splits = page // split_pages + 1
-            for row in range(first, end):
-                if splits == 1 or used + splits > slots:
-                    tasks.append((row, row + 1, table, row_page, 0, splits, -1))
-                    continue
-                tasks.extend((row, row + 1, table, row_page, s, s + 1, used + s) for s in range(splits))
-                merges.append((row, used, splits))
-                used += splits
-        return tasks, merges
-    tile = plan.cache.page_size
-    for smaller in SMALL_TILES:
-        if len(spans) * heads * plan.cache.page_size // tile >= units:
-            break
-        tile = min(tile, smaller)
     for first, end, table, row_page, page in spans:
         splits = page // split_pages + 1
+        if may_split and 1 < splits <= slots - used and end == first + 1:
+            tasks.extend((first, end, table, row_page, s, s + 1, used + s) for s in range(splits))
+            merges.append((first, used, splits))
+            used += splits
+            continue
         for row in range(first, end, tile):
             tasks.append((row, min(row + tile, end), table, row_page, 0, splits, -1))
     return tasks, merges
