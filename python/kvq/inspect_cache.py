@@ -145,10 +145,10 @@ def inspect_prompt(
     """
     if kv == REFERENCE:
         raise ConfigError("--kv none stores keys and values as they are: choose int8, int4, int3 or a mix")
+    if not prompt:
+        raise ConfigError("--prompt is empty: give a text of at least one token")
     comparison = Comparison(model, quantization, [REFERENCE, kv], opt, report)
     ids = Tokenizer.from_dir(comparison.config_dir).encode(prompt)
-    if not ids:
-        raise ConfigError("--prompt is empty: give a text of at least one token")
     chunk = min(comparison.prefill_chunk_size, 256)
     unquantized, quantized = comparison.load(max(len(ids), 128), chunk)
     num_prompt = len(ids)

@@ -87,8 +87,7 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[Window]:
     ConfigError
         If the sizes make no sense, or the text has fewer than two tokens.
     """
-    if not 1 <= stride <= window or window < 2:
-        raise ConfigError(f"--window {window} and --stride {stride}: need 1 <= stride <= window, window >= 2")
+    check_sizes(window, stride)
     if num_tokens < 2:
         raise ConfigError(f"{num_tokens} tokens of text are too few: perplexity needs at least 2")
     scored = 0
@@ -100,6 +99,14 @@ def windows(num_tokens: int, window: int, stride: int) -> Iterator[Window]:
         scored = end
         if end == num_tokens:
             return
+
+
+def check_sizes(window: int, stride: int, chunk: int = 1) -> None:
+    """Refuse sizes that make no sense with a ConfigError."""
+    if not 1 <= stride <= window or window < 2:
+        raise ConfigError(f"--window {window} and --stride {stride}: need 1 <= stride <= window, window >= 2")
+    if chunk < 1:
+        raise ConfigError(f"--chunk {chunk} makes no sense: it must be at least 1")
 
 
 def score(

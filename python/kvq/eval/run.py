@@ -10,7 +10,7 @@ import numpy as np
 from kvq.compare import Comparison, Report
 from kvq.errors import ConfigError
 from kvq.eval.compiled import CompiledPrefiller
-from kvq.eval.perplexity import Progress, rows_of, score
+from kvq.eval.perplexity import Progress, check_sizes, rows_of, score
 from kvq.eval.text import read_text
 from kvq.tokenizer import Tokenizer
 
@@ -56,13 +56,14 @@ def evaluate_perplexity(
     KvqError
         If an argument, the text or the model is unsuitable.
     """
+    sizes = {"window": window, "stride": window if stride is None else stride, "chunk": chunk}
+    check_sizes(**sizes)
     content = read_text(text)
     comparison = Comparison(model, quantization, schemes, opt, report)
     tokens = np.array(Tokenizer.from_dir(comparison.config_dir).encode(content)[:max_tokens], np.int32)
     if len(tokens) < 2:
         raise ConfigError(f"--text {text}: {len(tokens)} tokens are too few: perplexity needs at least 2")
     models = comparison.load(window, chunk)
-    sizes = {"window": window, "stride": stride or window, "chunk": chunk}
     prefillers = [CompiledPrefiller(loaded) for loaded in models]
     scores = score(prefillers, tokens, **sizes, progress=progress)
     rows = rows_of(schemes, [loaded.layout for loaded in models], scores, **sizes)
