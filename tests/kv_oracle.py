@@ -40,14 +40,16 @@ class FakeDevice:
                 expected.append(list(self.tokens[sequence]))
                 row += 1
         self.next_token += plan.num_rows
-        self.execute(plan, fresh, expected)
+        assert plan.positions[: len(fresh)].tolist() == [len(seen) - 1 for seen in expected]
+        for row, seen in enumerate(self.attend(plan, fresh)):
+            assert seen == expected[row], (row, len(expected[row]))
         plan.commit()
 
-    def execute(self, plan: StepPlan, fresh: list[int], expected: list[list[int]]) -> None:
+    def attend(self, plan: StepPlan, fresh: list[int]) -> list[list[int]]:
+        """Execute a plan whose rows carry ``fresh``; the tokens that each row sees, itself included."""
         size = self.page_size
         seal, carry, attention, merge = (int(count) for count in plan.plan_counts)
         positions = [int(p) for p in plan.positions[: len(fresh)]]
-        assert positions == [len(seen) - 1 for seen in expected]
         slots = [int(s) for s in plan.append_slots[: len(fresh)]]
         assert len(set(slots)) == len(slots), "two rows in one place"
         for token, slot in zip(fresh, slots, strict=True):
@@ -57,7 +59,7 @@ class FakeDevice:
         scratch: dict[int, list[int]] = {}
         output: dict[int, list[int]] = {}
         for first, end, table, row_page, low, high, slot in plan.attention_tasks[:attention].tolist():
-            assert slot < 0 or end == first + 1
+            assert end - first == 1 or (slot < 0 and end - first <= plan.tile_rows)
             for row in range(first, end):
                 parts = [
                     self.split(plan, positions[row], table, row_page, split) for split in range(low, high)
@@ -65,19 +67,19 @@ class FakeDevice:
                 if slot < 0:
                     assert row not in output and (low, high) == (0, self.num_splits(plan, positions[row]))
                     output[row] = [token for part in parts for token in part]
-                for index, part in enumerate(parts):
-                    if slot >= 0:
-                        assert slot + index not in scratch and slot + index < plan.scratch_slots
-                        scratch[slot + index] = part
+                    continue
+                for index, part in enumerate(parts, slot):
+                    assert index not in scratch and index < plan.scratch_slots
+                    scratch[index] = part
         for row, slot, count in plan.merge_tasks[:merge].tolist():
             assert row not in output and count == self.num_splits(plan, positions[row])
             output[row] = [token for s in range(slot, slot + count) for token in scratch.pop(s)]
         assert not scratch, "a partial result was never merged"
-        for row, seen in enumerate(expected):
-            assert output[row] == seen, (row, positions[row])
+        assert sorted(output) == list(range(len(fresh)))
         for source, target in plan.carry_tasks[:carry]:
             self.rows[target] = self.rows[self.num_open + source]
         self.rows[self.num_open :] = -1
+        return [output[row] for row in range(len(fresh))]
 
     def num_splits(self, plan: StepPlan, position: int) -> int:
         return position // self.page_size // plan.split_pages + 1

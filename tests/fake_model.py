@@ -1,0 +1,119 @@
+"""A model whose next token is a hash of all that its cache shows it: wrong reuse cannot go unnoticed."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kv_oracle import FakeDevice
+from kvq.config import ChatConfig, ModelConfig
+from kvq.runtime.step_plan import build_step
+
+#: Ids are bytes; the last ones are markers.
+VOCAB = 256
+END_OF_TURN = 255
+
+
+class FakeModel:
+    """Stands in for ``LoadedModel``."""
+
+    def __init__(self, context: int = 300, chunk: int = 64) -> None:
+        self.device = FakeDevice(context // 32, 1, chunk // 32 + 1)
+        self.cache = self.device.cache
+        self.faults = np.zeros(2, np.int64)
+        self.steps: list[int] = []
+        #: Replaces the model's own choice from a position on.
+        self.script: dict[int, int] = {}
+        self.fail_at: int | None = None
+
+    def step(
+        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
+    ) -> np.ndarray:
+        assert logit_rows is None and len(requests) == 1
+        plan = build_step(self.device.plan, requests, 2)
+        if self.fail_at is not None and len(self.steps) == self.fail_at:
+            plan.abort()
+            raise RuntimeError("broken step")
+        seen = self.device.attend(plan, [int(i) for i in ids])[-1]
+        plan.commit()
+        self.steps.append(len(ids))
+        logits = self.logits(seen)
+        if len(seen) in self.script:
+            logits[self.script[len(seen)]] = 100
+        return logits[None]
+
+    @staticmethod
+    def logits(seen: Sequence[int]) -> np.ndarray:
+        """float32 ``[VOCAB + 8]``; printable ASCII is likely, padding is likeliest and must not be drawn."""
+        generator = np.random.default_rng(zlib.crc32(bytes(seen)))
+        logits = generator.normal(size=VOCAB + 8).astype(np.float32)
+        logits[32:127] += 5
+        logits[VOCAB:] = 50
+        return logits
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """What the model says to a prompt, computed without a cache."""
+        tokens = list(prompt)
+        for _ in range(count):
+            tokens.append(int(self.logits(tokens)[:VOCAB].argmax()))
+        return tokens[len(prompt) :]
+
+
+class FakeStream:
+    """Latin-1, one byte a token; markers are no text."""
+
+    def put(self, index: int) -> str:
+        return "" if index == END_OF_TURN else chr(index)
+
+    def flush(self) -> str:
+        return ""
+
+
+class FakeTokenizer:
+    """Stands in for ``Tokenizer``."""
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode("latin-1"))
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids)
+
+    def stream(self, skip_special_tokens: bool = True) -> FakeStream:
+        return FakeStream()
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **_: Any) -> str:
+        turns = [f"{m['role'][0]}:{m['content']}\xff" for m in messages]
+        return "".join(turns) + "a:"
+
+
+def fake_config(**changes: Any) -> ChatConfig:
+    """A chat configuration for the fake model."""
+    model = ModelConfig(
+        model_type="llama",
+        vocab_size=VOCAB + 8,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+    )
+    fields: dict[str, Any] = {
+        "model_type": "llama",
+        "quantization": "q0f32",
+        "model": model,
+        "vocab_size": VOCAB + 8,
+        "active_vocab_size": VOCAB,
+        "context_window_size": 300,
+        "prefill_chunk_size": 64,
+        "max_batch_size": 1,
+        "conv_template": "fake",
+        "temperature": 0.0,
+        "stop_token_ids": [END_OF_TURN],
+        **changes,
+    }
+    return ChatConfig(**fields)
