@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import gguf
 import ml_dtypes
@@ -39,7 +40,7 @@ def write_tiny_llama(
     dtype: str = "float32",
     shards: int = 1,
     fmt: str = "safetensors",
-    **more: int,
+    **more: Any,
 ) -> Path:
     """Write a tiny random Llama with a byte-level tokenizer, and return what to open.
 

@@ -6,6 +6,7 @@ shape and dtype of each. Shards hold at most 32 MiB, except that a larger tensor
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -43,8 +44,7 @@ class TensorCacheWriter:
         self._shard_bytes = shard_bytes
         self._temporary = self.directory / f".params.{os.getpid()}.tmp"
         self._shards: list[dict[str, Any]] = []
-        self._data = bytearray()
-        self._records: list[dict[str, Any]] = []
+        self._shard: _Shard | None = None
         self._num_values = 0
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -67,27 +67,21 @@ class TensorCacheWriter:
         """
         if array.dtype.name not in ("float32", "float16", "uint32"):
             raise ValueError(f"{name}: dtype {array.dtype} is not written")
-        if self._data and len(self._data) + array.nbytes > self._shard_bytes:
-            self._flush()
-        self._records.append(
-            {
-                "name": name,
-                "shape": list(array.shape),
-                "dtype": array.dtype.name,
-                "format": "raw",
-                "nbytes": array.nbytes,
-                "byteOffset": len(self._data),
-            }
-        )
+        data = np.ascontiguousarray(array).data.cast("B")
+        if self._shard and self._shard.nbytes + data.nbytes > self._shard_bytes:
+            self._close_shard()
         self._num_values += array.size if num_values is None else num_values
-        if array.nbytes > self._shard_bytes:
-            self._write_shard(_bytes(array))
-        else:
-            self._data += _bytes(array)
+        record = {"name": name, "shape": list(array.shape), "dtype": array.dtype.name, "format": "raw"}
+        try:
+            if self._shard is None:
+                self._shard = _Shard(self._temporary / f"params_shard_{len(self._shards)}.bin")
+            self._shard.append(record, data)
+        except OSError as problem:
+            raise self._cannot_write(problem) from None
 
     def finish(self) -> int:
         """Write what is pending, move everything into place, and return the bytes of all tensors."""
-        self._flush()
+        self._close_shard()
         num_bytes = sum(shard["nbytes"] for shard in self._shards)
         content = {
             "metadata": {
@@ -118,27 +112,14 @@ class TensorCacheWriter:
             if stale.name not in written:
                 stale.unlink()
 
-    def _flush(self) -> None:
-        if self._records:
-            self._write_shard(memoryview(self._data))
-            self._data = bytearray()
-
-    def _write_shard(self, data: memoryview) -> None:
-        name = f"params_shard_{len(self._shards)}.bin"
+    def _close_shard(self) -> None:
+        if self._shard is None:
+            return
         try:
-            (self._temporary / name).write_bytes(data)
+            self._shards.append(self._shard.close())
         except OSError as problem:
             raise self._cannot_write(problem) from None
-        self._shards.append(
-            {
-                "dataPath": name,
-                "format": "raw-shard",
-                "nbytes": data.nbytes,
-                "records": self._records,
-                "md5sum": hashlib.md5(data, usedforsecurity=False).hexdigest(),
-            }
-        )
-        self._records = []
+        self._shard = None
 
     def _cannot_write(self, problem: OSError) -> CheckpointError:
         return CheckpointError(f"{self.directory}: cannot be written: {problem.strerror}")
@@ -149,11 +130,42 @@ class TensorCacheWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._shard is not None:
+            self._shard.abandon()
         shutil.rmtree(self._temporary, ignore_errors=True)
 
 
-def _bytes(array: np.ndarray) -> memoryview:
-    return np.ascontiguousarray(array).data.cast("B")
+class _Shard:
+    """A shard that is being written: its file, its sum, and what it holds so far."""
+
+    def __init__(self, path: Path) -> None:
+        self.nbytes = 0
+        self._name = path.name
+        self._file = open(path, "wb")  # noqa: SIM115 (closed by close or abandon)
+        self._md5 = hashlib.md5(usedforsecurity=False)
+        self._records: list[dict[str, Any]] = []
+
+    def append(self, record: dict[str, Any], data: memoryview) -> None:
+        self._file.write(data)
+        self._md5.update(data)
+        self._records.append({**record, "nbytes": data.nbytes, "byteOffset": self.nbytes})
+        self.nbytes += data.nbytes
+
+    def close(self) -> dict[str, Any]:
+        """Finish the file, and return its record in ``tensor-cache.json``."""
+        self._file.close()
+        return {
+            "dataPath": self._name,
+            "format": "raw-shard",
+            "nbytes": self.nbytes,
+            "records": self._records,
+            "md5sum": self._md5.hexdigest(),
+        }
+
+    def abandon(self) -> None:
+        # Closing writes what is buffered, which fails again where the disk is full.
+        with contextlib.suppress(OSError):
+            self._file.close()
 
 
 class TensorCache:
