@@ -1,0 +1,182 @@
+"""The memory plan: the request's figures, its fields, its budget, and its sum against the allocation."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvq.errors import ConfigError, OutOfMemoryError
+from kvq.layout import KVLayout
+from kvq.memory import fill_budget, format_bytes, kv_layout, parse_size, plan_memory, weights_bytes
+from kvq.presets import PRESETS
+from kvq.quantization.scheme import resolve
+from kvq.runtime.cache_shape import CacheShape
+
+MIB = 2**20
+
+
+def plan_of(preset: str, quantization: str, context: int = 8192, batch: int = 1, chunk: int = 2048):
+    return plan_memory(PRESETS[preset], *resolve(quantization), context, batch, chunk)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "sealed", "all_of_it"), [("q4f16kv", 272.5, 320), ("q3f16kv", 208.5, 256)]
+)
+def test_llama_3_8b_at_8192_tokens(quantization: str, sealed: float, all_of_it: float) -> None:
+    plan = plan_of("llama-3-8b", quantization)
+    assert plan.kv_sealed_bytes <= sealed * MIB
+    assert plan.kv_sealed_bytes + plan.kv_open_bytes + plan.kv_workspace_bytes <= all_of_it * MIB
+    assert plan.max_tokens == 8192
+
+
+def test_llama_3_8b_in_fp16_is_what_it_was_said_to_be() -> None:
+    assert plan_of("llama-3-8b", "q4f16_1").kv_sealed_bytes == 2 * 32 * 8 * 128 * 8192 * 2
+
+
+@pytest.mark.parametrize(("quantization", "bits"), [("q4f16kv", 4.25), ("q3f16kv", 3.25), ("q4f16_1", 16)])
+def test_bits_per_value_at_head_dim_128(quantization: str, bits: float) -> None:
+    assert plan_of("llama-3-8b", quantization).bits_per_value == bits
+
+
+def test_70b_with_20_users_fits_48_gb() -> None:
+    plan = plan_of("llama-3-70b", "q4f16kv", context=2148, batch=20)
+    plan.check(parse_size("48GB"))
+    assert (
+        fill_budget(
+            plan, kv_layout(PRESETS["llama-3-70b"], *resolve("q4f16kv")), parse_size("48GB")
+        ).max_tokens
+        > 60_000
+    )
+    with pytest.raises(OutOfMemoryError):
+        plan_of("llama-3-70b", "q4f16_1", context=2148, batch=20).check(parse_size("48GB"))
+
+
+def test_weights_are_what_the_scheme_stores() -> None:
+    model = PRESETS["smollm2-135m"]
+    per_layer = (576 * (9 + 2 * 3) * 64) + 9 * 64 * 576 + 3 * 1536 * 576
+    matrices, norms = 49152 * 576 + 30 * per_layer, (2 * 30 + 1) * 576
+    assert weights_bytes(model, resolve("q0f16")[0]) == 2 * (matrices + norms)
+    assert weights_bytes(model, resolve("q0f32")[0]) == 4 * (matrices + norms)
+    assert weights_bytes(model, resolve("q4f16_1")[0]) == matrices // 2 + matrices // 32 * 2 + 2 * norms
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("quantization", ["q0f32", "q0f16", "q4f16_1", "q4f16kv", "q3f16kv"])
+def test_every_preset_can_be_planned(preset: str, quantization: str) -> None:
+    plan = plan_of(preset, quantization)
+    fields = plan.to_dict()
+    assert list(fields) == [
+        "weights_bytes",
+        "kv_sealed_bytes",
+        "kv_open_bytes",
+        "kv_workspace_bytes",
+        "activation_bytes",
+        "total_bytes",
+        "bits_per_value",
+        "max_tokens",
+    ]
+    assert fields["total_bytes"] == sum(list(fields.values())[:5])
+    assert all(
+        isinstance(value, int) and value > 0 for name, value in fields.items() if name != "bits_per_value"
+    )
+
+
+@pytest.mark.parametrize(
+    ("preset", "billions"),
+    [
+        ("llama-2-7b", 6.74),
+        ("llama-2-13b", 13.02),
+        ("llama-2-70b", 68.98),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.55),
+        ("llama-3.2-1b", 1.236),
+        ("llama-3.2-3b", 3.213),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("mistral-7b", 7.248),
+        ("smollm2-135m", 0.1345),
+        ("smollm2-360m", 0.3618),
+        ("smollm2-1.7b", 1.711),
+    ],
+)
+def test_presets_have_as_many_weights_as_their_makers_say(preset: str, billions: float) -> None:
+    count = weights_bytes(PRESETS[preset], resolve("q0f16")[0]) / 2e9
+    assert count == pytest.approx(billions, rel=1e-3)
+
+
+def test_the_largest_term_and_its_flag_are_named() -> None:
+    for quantization, context, batch, chunk, words in (
+        ("q0f16", 8192, 1, 2048, ("weights_bytes", "--quantization")),
+        ("q4f16_1", 8192, 64, 2048, ("kv_sealed_bytes", "--kv-quantization")),
+        ("q4f16kv", 64, 512, 64, ("weights_bytes", "--quantization")),
+        ("q4f16kv", 64, 2048, 64, ("kv_open_bytes", "--max-batch-size")),
+        ("q4f16kv", 131072, 1, 131072, ("activation_bytes", "--prefill-chunk-size")),
+    ):
+        plan = plan_of("llama-3-8b", quantization, context, batch, chunk)
+        with pytest.raises(OutOfMemoryError) as caught:
+            plan.check(2**30)
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+        assert "\n" not in str(caught.value)
+        plan.check(plan.total_bytes)
+
+
+def test_a_budget_is_filled_to_the_last_page() -> None:
+    layout = kv_layout(PRESETS["llama-3-8b"], *resolve("q4f16kv"))
+    plan = plan_of("llama-3-8b", "q4f16kv")
+    filled = fill_budget(plan, layout, 8 * 2**30)
+    assert filled.total_bytes <= 8 * 2**30 < filled.total_bytes + layout.page_bytes
+    assert filled.max_tokens == filled.kv_sealed_bytes // layout.page_bytes * 64
+    with pytest.raises(OutOfMemoryError, match="weights_bytes"):
+        fill_budget(plan, layout, 2**30)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("48GB", 48 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512", 512),
+        ("2 mb", 2 * 10**6),
+        ("3K", 3000),
+        ("1tib", 2**40),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "12XB", "1e9"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_size(text)
+
+
+def test_format_bytes() -> None:
+    assert [format_bytes(n) for n in (5, 2048, 272 * MIB, 3 * 2**29)] == [
+        "5 B",
+        "2.0 KiB",
+        "272.0 MiB",
+        "1.5 GiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("context", "batch", "chunk", "shape"),
+    [
+        (8192, 1, 2048, (128, 1, 32)),
+        (8191, 1, 2048, (127, 1, 32)),
+        (100, 3, 64, (3, 3, 1)),
+        (63, 1, 1, (1, 1, 1)),
+        (64, 1, 66, (1, 1, 1)),
+        (128, 1, 66, (2, 1, 2)),
+    ],
+)
+def test_pages_for_limits(context: int, batch: int, chunk: int, shape: tuple[int, int, int]) -> None:
+    found = CacheShape.for_limits(
+        KVLayout(2, 2, 64), context_window_size=context, max_batch_size=batch, prefill_chunk_size=chunk
+    )
+    assert (found.num_pages, found.num_open, found.num_workspace) == shape
+
+
+def test_limits_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--prefill-chunk-size 0"):
+        CacheShape.for_limits(KVLayout(2, 2, 64), context_window_size=10, prefill_chunk_size=0)
