@@ -197,15 +197,14 @@ def write_gguf(
     writer.add_rope_dimension_count(tiny.head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    tokens = byte_level_tokens(tiny.vocab_size)
-    tokens += [f"[PAD{i}]" for i in range(len(tokens), tiny.vocab_size)]
+    tokens = [*byte_level_tokens(tiny.vocab_size), "th"]
+    types = [3 if token in SPECIAL_TOKENS else 1 for token in tokens]
+    unused = [f"[PAD{i}]" for i in range(len(tokens), tiny.vocab_size)]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types(
-        [3] * len(SPECIAL_TOKENS) + [1] * 256 + [5] * (len(tokens) - 256 - len(SPECIAL_TOKENS))
-    )
-    writer.add_token_merges(["Ġ t", "h e"])
+    writer.add_token_list(tokens + unused)
+    writer.add_token_types(types + [5] * len(unused))
+    writer.add_token_merges(["t h"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(CHAT_TEMPLATE)

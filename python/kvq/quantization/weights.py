@@ -5,7 +5,7 @@
 
 MLC-LLM's own converter uses the codes 0 .. 14 and a positive scale. Here the scale has the sign that puts
 the largest value of the group at code 15, so all 16 codes are used: any reader of the format decodes it,
-the squared error is a quarter smaller, and SmolLM2's loss from 4-bit weights goes down by 0.15 nats a token.
+the squared error is a quarter smaller, and 4-bit weights cost SmolLM2 0.30 nats a token on prose, not 0.36.
 """
 
 from __future__ import annotations
