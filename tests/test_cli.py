@@ -136,15 +136,6 @@ def test_plan_with_a_budget_says_how_many_sequences_fit(capsys: pytest.CaptureFi
     assert frame.main([*words, "--batch", str(fields["max_sequences"] + 1)]) == 2
 
 
-def test_overrides() -> None:
-    from kvq.cli.compile import parse_overrides
-
-    assert parse_overrides(None) == {}
-    assert parse_overrides("a=1; b=int4;") == {"a": 1, "b": "int4"}
-    with pytest.raises(ConfigError, match="write"):
-        parse_overrides("a")
-
-
 # ---- chat over the fake model -------------------------------------------------------------------
 class FakeEngine:
     """What :class:`Session` needs of an engine."""

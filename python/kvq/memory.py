@@ -15,10 +15,7 @@ from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.quantization.scheme import KVQuantization, WeightScheme
 from kvq.quantization.weights import stored_parameters
-from kvq.runtime.cache_shape import CacheShape, scratch_bytes
-
-#: Scratch slots of the attention kernels that the compiler sets by default.
-DEFAULT_SCRATCH_SLOTS = 64
+from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, scratch_bytes
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -123,7 +120,7 @@ def plan_cache(
     *,
     weights_bytes: int,
     max_rows: int,
-    scratch_slots: int = DEFAULT_SCRATCH_SLOTS,
+    scratch_slots: int = SCRATCH_SLOTS,
 ) -> MemoryPlan:
     """The plan of a cache whose pages are already counted.
 

@@ -51,29 +51,8 @@ def run(args: argparse.Namespace) -> int:
             output,
             device=args.device,
             opt=args.opt,
-            overrides=parse_overrides(args.overrides),
+            overrides=args.overrides,
             debug_dump=args.debug_dump,
         )
     print(f"{output}: {output.stat().st_size / 2**20:.1f} MiB for {args.device}", file=sys.stderr)
     return 0
-
-
-def parse_overrides(text: str | None) -> dict[str, int | str]:
-    """Read ``a=1;b=x``.
-
-    Raises
-    ------
-    ConfigError
-        If a part is no ``name=value``.
-    """
-    from kvq.errors import ConfigError
-
-    found: dict[str, int | str] = {}
-    for part in (text or "").split(";"):
-        name, sign, value = (piece.strip() for piece in part.partition("="))
-        if not part.strip():
-            continue
-        if not (name and sign and value):
-            raise ConfigError(f'--overrides {part.strip()!r}: write "name=value;name=value"')
-        found[name] = int(value) if value.lstrip("-").isdigit() else value
-    return found

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 
+#: Partial results of split rows that the attention's scratch holds, unless a library says otherwise.
+SCRATCH_SLOTS = 256
+
 
 def scratch_bytes(layout: KVLayout, num_query_heads: int, scratch_slots: int) -> int:
     """Bytes of ``attention_scratch``, float32 ``[slots, query heads, head_dim + 8]``."""

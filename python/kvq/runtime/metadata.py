@@ -73,7 +73,7 @@ class Metadata:
                 layout=KVLayout(**data["kv_layout"]),
                 split_pages=data["attention"]["split_pages"],
                 scratch_slots=data["attention"]["scratch_slots"],
-                tile_rows=data["attention"].get("tile_rows", 16),
+                tile_rows=data["attention"]["tile_rows"],
                 raw_params=tuple(
                     TensorSpec(p["name"], tuple(p["shape"]), p["dtype"]) for p in data["raw_params"]
                 ),
