@@ -96,14 +96,14 @@ def kv_append(
     return kv_append
 
 
-def rope_table(inverse_frequency, attention_factor: float) -> tirx.PrimFunc:
+def rope_table(half: int, attention_factor: float) -> tirx.PrimFunc:
     """Build the kernel that computes the cosines and sines of a step's positions, once for all layers.
+
+    ``half`` is the number of frequencies, half the rotary dimensions.
 
     Arguments of the kernel: positions ``int32[n]``, inverse_frequency ``float32[half]``, out
     ``float32[n, 2 * half]``: cosines, then sines, times the attention factor of the RoPE scaling.
     """
-    half = len(inverse_frequency)
-
     @T.prim_func(s_tir=True, private=True)
     def rope_table(positions_h: T.handle, frequency: T.Buffer((half,), "float32"), out_h: T.handle):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})

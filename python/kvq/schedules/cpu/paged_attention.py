@@ -347,8 +347,8 @@ class _Kernel:
 def paged_attention(layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_open, kv_workspace,
-    positions, page_table, plan_counts, attention_tasks, merge_tasks, layer, attention_scratch (written in
+    Arguments of the kernel: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_workspace, positions,
+    page_table, plan_counts, attention_tasks, merge_tasks, layer, kv_open, attention_scratch (written in
     place) and out ``dtype[n, Hq, D]``.
     """
     kernel = _Kernel(layout, num_heads, dtype, isa)
@@ -359,7 +359,6 @@ def paged_attention(layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -
     def paged_attention(
         q_h: T.handle,
         pool_h: T.handle,
-        open_h: T.handle,
         workspace_h: T.handle,
         positions_h: T.handle,
         table_h: T.handle,
@@ -367,6 +366,7 @@ def paged_attention(layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -
         tasks_h: T.handle,
         merges_h: T.handle,
         layer: T.int64,
+        open_h: T.handle,
         scratch_h: T.handle,
         out_h: T.handle,
     ):

@@ -1,0 +1,205 @@
+"""compile_model: a chat configuration in, a self-describing library out."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from kvq import __version__
+from kvq.config import ChatConfig
+from kvq.errors import CompileError, ConfigError
+from kvq.layout import KVLayout
+from kvq.model.registry import export_model
+from kvq.passes.lower_weights import WeightPlan
+from kvq.passes.pipeline import kvq_pipeline, run_pipeline
+from kvq.quantization.scheme import resolve
+from kvq.quantization.weights import stored_parameters
+from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
+
+from .target import CpuTarget, target_for
+
+#: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
+#: activations; O2 int8 activations; O3 as O2 (nothing more to gain yet).
+OPT_LEVELS = ("O0", "O1", "O2", "O3")
+#: Partial results of split rows that fit the scratch.
+SCRATCH_SLOTS = 256
+#: Tokens of a page.
+PAGE_SIZE = 64
+#: Configuration keys that ``--overrides`` may set.
+OVERRIDES = ("context_window_size", "prefill_chunk_size", "max_batch_size", "page_size", "kv_quantization")
+
+
+def parse_overrides(text: str | None) -> dict[str, Any]:
+    """Read ``"context_window_size=4096;page_size=128"``.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown key or a value that is no positive number.
+    """
+    out: dict[str, Any] = {}
+    for part in filter(None, (text or "").split(";")):
+        key, found, value = (s.strip() for s in part.partition("="))
+        if not found or key not in OVERRIDES:
+            raise ConfigError(f"--overrides: {part!r} is not understood: use {', '.join(OVERRIDES)}")
+        if key == "kv_quantization":
+            out[key] = value
+        elif value.isdigit() and int(value) > 0:
+            out[key] = int(value)
+        else:
+            raise ConfigError(f"--overrides: {key} must be a positive whole number, not {value!r}")
+    return out
+
+
+def compile_model(
+    config_path: str | Path,
+    output: str | Path,
+    *,
+    device: str = "cpu",
+    opt: str = "O2",
+    overrides: str | None = None,
+    debug_dump: str | Path | None = None,
+) -> Path:
+    """Compile a model.
+
+    Parameters
+    ----------
+    config_path : str or Path
+        ``mlc-chat-config.json`` or the directory that holds it.
+    output : str or Path
+        The library to write; an existing one is replaced only by a whole new one.
+    device : str
+        What to compile for.
+    opt : str
+        One of :data:`OPT_LEVELS`.
+    overrides : str, optional
+        ``key=value;...`` of :data:`OVERRIDES`.
+    debug_dump : str or Path, optional
+        Directory for the module after each pass.
+
+    Returns
+    -------
+    Path
+        The library.
+
+    Raises
+    ------
+    ConfigError, CompileError
+        In one line, before anything is written.
+    """
+    if opt not in OPT_LEVELS:
+        raise ConfigError(f"unknown --opt {opt!r}: use one of {', '.join(OPT_LEVELS)}")
+    config = ChatConfig.load(Path(config_path))
+    asked = parse_overrides(overrides)
+    page_size = asked.pop("page_size", PAGE_SIZE)
+    config = config.model_copy(update=asked)
+    target = target_for(device, opt)
+    executable = _build(config, page_size, target, opt, Path(debug_dump) if debug_dump else None)
+    return _export(executable, Path(output))
+
+
+def _build(
+    config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debug_dump: Path | None
+) -> Any:
+    weights, kv = resolve(config.quantization, config.kv_quantization)
+    model = config.model
+    quantized = kv.k_bits is not None or kv.v_bits is not None
+    row_dtype = "float16" if quantized else weights.row_dtype
+    layout = KVLayout(
+        model.num_hidden_layers,
+        model.num_key_value_heads,
+        model.head_dim,
+        kv.k_bits,
+        kv.v_bits,
+        page_size,
+        row_dtype,
+    )
+    mod, names = export_model(model)
+    shapes = _shapes(mod, names)
+    plan = WeightPlan(weights)
+    for name in names:
+        plan.add(name, shapes[name])
+    metadata = {
+        "kvq_version": __version__,
+        "tvm_version": version("apache-tvm"),
+        "model_type": model.model_type,
+        "quantization": weights.name,
+        "kv_quantization": str(kv),
+        "opt": opt,
+        "target": target.options,
+        "cpu_features": list(target.features),
+        "kernels": {"lanes": target.isa.lanes, "dot": target.isa.dot},
+        "model": model.model_dump(),
+        "kv_layout": layout.to_dict(),
+        "attention": {
+            "split_pages": SPLIT_PAGES,
+            "scratch_slots": SCRATCH_SLOTS,
+            "tile_rows": TILE_ROWS,
+        },
+        "context_window_size": config.context_window_size,
+        "prefill_chunk_size": config.prefill_chunk_size,
+        "max_batch_size": config.max_batch_size,
+        "raw_params": [
+            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype}
+            for t in stored_parameters(model, weights)
+        ],
+        "params": [tensor.to_dict() for tensor in plan.tensors],
+    }
+    passes = kvq_pipeline(
+        kv=kv,
+        page_size=page_size,
+        row_dtype=row_dtype,
+        weights=plan,
+        exact=opt in ("O0", "O1"),
+        isa=target.isa,
+        metadata=metadata,
+    )
+    with target.target:
+        mod = run_pipeline(mod, passes, _dumper(debug_dump))
+        return tvm.compile(
+            mod, target.target, relax_pipeline=relax.get_default_pipeline(target.target)
+        )
+
+
+def _shapes(mod: tvm.IRModule, names: list[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights, from the parameter tuple of ``decode``."""
+    packed = mod["decode"].params[-1].ty
+    return {
+        name: tuple(int(s) for s in field.shape) for name, field in zip(names, packed.fields, strict=True)
+    }
+
+
+def _dumper(directory: Path | None) -> Any:
+    if directory is None:
+        return None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompileError(f"--debug-dump {directory}: {error.strerror}") from None
+
+    def dump(number: int, name: str, mod: tvm.IRModule) -> None:
+        (directory / f"{number}_{name}.py").write_text(mod.script(show_meta=False))
+
+    return dump
+
+
+def _export(executable: Any, output: Path) -> Path:
+    """Write the library under a temporary name, then rename it."""
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.so")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        executable.export_library(str(temporary))
+        temporary.replace(output)
+    except OSError as error:
+        raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
+    except RuntimeError as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CompileError(f"cannot link {output}: {reason}") from None
+    finally:
+        temporary.unlink(missing_ok=True)
+    return output

@@ -1,0 +1,346 @@
+"""LowerPagedKVCache: from the opaque cache object to explicit tensors and reduced-precision kernels.
+
+A module written for TVM's ``PagedKVCache`` creates its cache with ``mlc.create_paged_kv_cache_generic`` and
+calls ``vm.builtin.attention_kv_cache_attention_with_fused_qkv`` once a layer. This pass
+
+- reads the geometry and the RoPE parameters from the creation call, and replaces the creation function
+  by one that allocates the three tensors of the cache;
+- replaces every parameter that is the opaque cache by the tensors of :data:`CACHE_PARAMETERS`;
+- replaces every attention call by ``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, in place. The
+  tensors are threaded through all of them and returned, so no pass may move a read or write across;
+- answers ``get_query_positions`` with the positions of the step.
+
+The layer is an argument of the kernels, so all layers share them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir import GlobalVar, IRModule, Op, StringImm
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from kvq.errors import CompileError
+from kvq.layout import KVLayout
+from kvq.model.rope import rope_parameters
+from kvq.quantization.scheme import KVQuantization
+from kvq.schedules.cpu.kv_append import kv_append, rope_table
+from kvq.schedules.cpu.kv_seal import kv_carry, kv_seal
+from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, paged_attention
+from kvq.schedules.cpu.vector import CpuIsa
+
+CREATE = "mlc.create_paged_kv_cache_generic"
+ATTENTION = "vm.builtin.attention_kv_cache_attention_with_fused_qkv"
+POSITIONS = "vm.builtin.attention_kv_cache_get_query_positions"
+
+#: What stands in place of the opaque cache, in this order.
+CACHE_PARAMETERS = (
+    "kv_pool",
+    "kv_open",
+    "kv_workspace",
+    "attention_scratch",
+    "kv_faults",
+    "positions",
+    "append_slots",
+    "page_table",
+    "plan_counts",
+    "seal_tasks",
+    "carry_tasks",
+    "attention_tasks",
+    "merge_tasks",
+)
+#: Those of them that a step changes and returns.
+CACHE_STATE = ("kv_pool", "kv_open", "kv_workspace")
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """What the creation call says of a model's attention."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
+    rope_theta: float
+    rope_scale: float
+    rope_scaling: dict[str, Any]
+    dtype: str
+
+    @classmethod
+    def from_call(cls, call: relax.Call) -> CacheGeometry:
+        """Read the arguments of the generic creation call.
+
+        Raises
+        ------
+        CompileError
+            For a cache that kvq does not have: latent attention, sliding windows, two head dims.
+        """
+        args = list(call.args)[1:]
+        kinds = [a.value for a in ([args[0]] if isinstance(args[0], StringImm) else args[0].fields)]
+        if any(kind != "mha" for kind in kinds):
+            raise CompileError(f"attention kind {kinds[0]!r} cannot be compiled: only 'mha' is supported")
+        layers, heads, kv_heads, qk_dim, v_dim = (int(args[i]) for i in range(3, 8))
+        if qk_dim != v_dim:
+            raise CompileError(f"head_dim of keys ({qk_dim}) and values ({v_dim}) must be equal")
+        if heads % kv_heads:
+            raise CompileError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        rope_mode = int(args[10])
+        return cls(
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=qk_dim,
+            rotary_dim=int(args[15]) if rope_mode else 0,
+            rope_theta=float(args[12].value),
+            rope_scale=float(args[11].value),
+            rope_scaling=json.loads(args[13].value),
+            dtype=str(args[17].value),
+        )
+
+
+def find_creation(mod: IRModule) -> tuple[GlobalVar, CacheGeometry] | None:
+    """The function that creates the cache, with its geometry; None if the module has no cache."""
+    for gv, func in mod.functions_items():
+        if not isinstance(func, relax.Function):
+            continue
+        for call in _calls(func, CREATE):
+            return gv, CacheGeometry.from_call(call)
+    return None
+
+
+def kv_layout(geometry: CacheGeometry, kv: KVQuantization, page_size: int, row_dtype: str) -> KVLayout:
+    """The layout of a cache of this geometry."""
+    return KVLayout(
+        geometry.num_layers,
+        geometry.num_kv_heads,
+        geometry.head_dim,
+        kv.k_bits,
+        kv.v_bits,
+        page_size,
+        row_dtype,
+    )
+
+
+def _calls(func: relax.Function, name: str) -> list[relax.Call]:
+    found: list[relax.Call] = []
+
+    def visit(expr: relax.Expr) -> None:
+        if isinstance(expr, relax.Call) and _callee(expr) == name:
+            found.append(expr)
+
+    relax.analysis.post_order_visit(func, visit)
+    return found
+
+
+def _callee(call: relax.Call) -> str | None:
+    """Name of the packed function that ``call_dps_packed`` or ``call_pure_packed`` calls."""
+    if isinstance(call.op, Op) and call.args and isinstance(call.args[0], relax.ExternFunc):
+        return str(call.args[0].global_symbol)
+    return None
+
+
+@mutator
+class _Rewriter(PyExprMutator):
+    def __init__(
+        self, mod: IRModule, creation: GlobalVar, geometry: CacheGeometry, layout: KVLayout, isa: CpuIsa
+    ) -> None:
+        super().__init__(mod)
+        self.mod, self.creation = mod, creation
+        self.geometry, self.layout, self.isa = geometry, layout, isa
+        self.kernels: dict[str, GlobalVar] = {}
+        frequency, self.attention_factor = rope_parameters(
+            geometry.rope_theta, geometry.rotary_dim or 2, geometry.rope_scaling, geometry.rope_scale
+        )
+        self.frequency = relax.const(frequency)
+        self.cache: relax.Var | None = None
+        self.state: dict[str, relax.Var] = {}
+        self.rope: relax.Var | None = None
+
+    def transform(self) -> IRModule:
+        for gv, func in self.mod.functions_items():
+            if not isinstance(func, relax.Function):
+                continue
+            if gv.same_as(self.creation):
+                self.builder_.update_func(gv, self.creation_function())
+            else:
+                self.builder_.update_func(gv, self.rewrite(gv.name_hint, func))
+        return self.builder_.get()
+
+    def kernel(self, name: str, build: Any) -> GlobalVar:
+        if name not in self.kernels:
+            self.kernels[name] = self.builder_.add_func(build(), name)
+        return self.kernels[name]
+
+    def creation_function(self) -> relax.Function:
+        """``create_paged_kv_cache(shape[num_pages, num_open, num_workspace])``: the zeroed tensors."""
+        sizes = [tirx.Var(name, "int64") for name in ("num_pages", "num_open", "num_workspace")]
+        shape = relax.Var("shape", relax.ShapeType(sizes))
+        bb, layout = relax.BlockBuilder(), self.layout
+        with bb.function("create_paged_kv_cache", [shape]):
+            tensors = [
+                bb.emit(relax.op.zeros(layout.pool_shape(sizes[0]), "uint32")),
+                bb.emit(relax.op.zeros(layout.open_shape(sizes[1]), layout.row_dtype)),
+                bb.emit(relax.op.zeros(layout.workspace_shape(sizes[2]), layout.row_dtype)),
+            ]
+            bb.emit_func_output(relax.Tuple(tensors))
+        return bb.get()["create_paged_kv_cache"]
+
+    def cache_parameters(self, rows: tirx.PrimExpr) -> dict[str, relax.Var]:
+        layout, geometry = self.layout, self.geometry
+
+        def size(name: str) -> tirx.Var:
+            return tirx.Var(name, "int64")
+
+        scratch = (size("num_slots"), geometry.num_heads, geometry.head_dim + SCRATCH_EXTRA)
+        types = {
+            "kv_pool": (layout.pool_shape(size("num_pages")), "uint32"),
+            "kv_open": (layout.open_shape(size("num_open")), layout.row_dtype),
+            "kv_workspace": (layout.workspace_shape(size("num_workspace")), layout.row_dtype),
+            "attention_scratch": (scratch, "float32"),
+            "kv_faults": ((size("fault_rows"), 2), "int32"),
+            "positions": ((rows,), "int32"),
+            "append_slots": ((rows,), "int32"),
+            "page_table": ((size("table_size"),), "int32"),
+            "plan_counts": ((4,), "int32"),
+            "seal_tasks": ((size("max_seals"), 2), "int32"),
+            "carry_tasks": ((size("max_carries"), 2), "int32"),
+            "attention_tasks": ((size("max_tasks"), 7), "int32"),
+            "merge_tasks": ((size("max_merges"), 3), "int32"),
+        }
+        return {name: relax.Var(name, relax.TensorType(*types[name])) for name in CACHE_PARAMETERS}
+
+    def rewrite(self, name: str, func: relax.Function) -> relax.Function:
+        caches = [p for p in func.params if isinstance(p.ty, relax.AnyType)]
+        if not caches:
+            return func
+        attention = _calls(func, ATTENTION)
+        if len(caches) > 1 or not attention:
+            raise CompileError(f"function {name!r} must take one KV cache and attend to it")
+        self.cache, self.rope = caches[0], None
+        rows = attention[0].args[1].fields[3].ty.shape[0]
+        self.state = self.cache_parameters(rows)
+        params: list[relax.Var] = []
+        for p in func.params:
+            params += list(self.state.values()) if p.same_as(self.cache) else [p]
+        body = self.visit_expr(func.body)
+        new = relax.Function(params, body, None, is_pure=func.is_pure)
+        for key, value in (func.attrs or {}).items():
+            if key == "num_input":
+                value = int(value) + len(CACHE_PARAMETERS) - 1
+            new = new.with_attr(key, value)
+        return new
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        if self.cache is not None and var.same_as(self.cache):
+            return relax.Tuple([self.state[name] for name in CACHE_STATE])
+        return super().visit_var_(var)
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        callee = _callee(call)
+        if callee == ATTENTION:
+            _, layer, sm_scale, qkv = call.args[1].fields
+            return self.attention(layer, float(sm_scale.value), self.visit_expr(qkv), call.ty)
+        if callee == POSITIONS:
+            return self.state["positions"]
+        if callee is not None and callee.startswith("vm.builtin.attention_kv_cache"):
+            raise CompileError(f"{callee} cannot be compiled: only fused qkv attention is supported")
+        return super().visit_call_(call)
+
+    def update(self, kernel: GlobalVar, args: list[Any], names: list[str], out: Any = None) -> Any:
+        """Call ``kernel`` in place on the last ``len(names)`` arguments; returns the fresh output, if any."""
+        bb, first = self.builder_, len(args)
+        args = args + [self.state[name] for name in names]
+        indices = list(range(first, first + len(names)))
+        types = [self.state[name].ty for name in names]
+        if out is not None:
+            indices, types = [*indices, -1], [*types, out]
+        result = bb.emit(
+            relax.op.call_tir_inplace(kernel, args, indices, types if len(types) > 1 else types[0])
+        )
+        if len(types) == 1:
+            self.state[names[0]] = result
+            return None
+        for i, name in enumerate(names):
+            self.state[name] = bb.emit(relax.TupleGetItem(result, i))
+        return bb.emit(relax.TupleGetItem(result, len(names))) if out is not None else None
+
+    def attention(
+        self, layer: tirx.PrimExpr, sm_scale: float, qkv: relax.Expr, out: relax.TensorType
+    ) -> relax.Expr:
+        geometry, layout, isa, s = self.geometry, self.layout, self.isa, self.state
+        bb, heads, dtype = self.builder_, geometry.num_heads, str(out.dtype)
+        rows = out.shape[0]
+        if self.rope is None:
+            table = self.kernel("rope_table", lambda: rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor))
+            kind = relax.TensorType((rows, geometry.rotary_dim or 2), "float32")
+            self.rope = bb.emit(relax.call_tir(table, [s["positions"], self.frequency], out_ty=kind))
+        append = self.kernel(
+            f"kv_append_{sm_scale:g}".replace(".", "_").replace("-", "m"),
+            lambda: kv_append(layout, heads, geometry.rotary_dim, sm_scale, dtype, isa),
+        )
+        q_type = relax.TensorType((rows, heads, geometry.head_dim), "float32")
+        q = self.update(
+            append,
+            [qkv, self.rope, s["append_slots"], layer],
+            ["kv_open", "kv_workspace", "kv_faults"],
+            q_type,
+        )
+        seal = self.kernel("kv_seal", lambda: kv_seal(layout, isa))
+        self.update(
+            seal, [s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer], ["kv_pool"]
+        )
+        attend = self.kernel("paged_attention", lambda: paged_attention(layout, heads, dtype, isa))
+        # kv_open is only read here: it passes through so that the carry below cannot come earlier
+        result = self.update(
+            attend,
+            [
+                q,
+                s["kv_pool"],
+                s["kv_workspace"],
+                s["positions"],
+                s["page_table"],
+                s["plan_counts"],
+                s["attention_tasks"],
+                s["merge_tasks"],
+                layer,
+            ],
+            ["kv_open", "attention_scratch"],
+            out,
+        )
+        carry = self.kernel("kv_carry", lambda: kv_carry(layout, isa))
+        self.update(carry, [s["kv_workspace"], s["plan_counts"], s["carry_tasks"], layer], ["kv_open"])
+        return result
+
+
+@tvm.transform.module_pass(opt_level=0, name="LowerPagedKVCache")
+class LowerPagedKVCache:
+    """The pass. A module without a cache is returned as it is.
+
+    Parameters
+    ----------
+    kv : KVQuantization
+        How sealed pages are stored; ``none`` gives the unquantized baseline through the same path.
+    page_size : int
+        Tokens a page.
+    row_dtype : str
+        Dtype of rows that are not sealed.
+    isa : CpuIsa
+        Instructions the kernels may use.
+    """
+
+    def __init__(self, kv: KVQuantization, page_size: int, row_dtype: str, isa: CpuIsa) -> None:
+        self.kv, self.page_size, self.row_dtype, self.isa = kv, page_size, row_dtype, isa
+
+    def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
+        """Rewrite ``mod``."""
+        found = find_creation(mod)
+        if found is None:
+            return mod
+        creation, geometry = found
+        layout = kv_layout(geometry, self.kv, self.page_size, self.row_dtype)
+        return _Rewriter(mod, creation, geometry, layout, self.isa).transform()

@@ -1,0 +1,50 @@
+"""The order of the passes: the table of contents of the compiler."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.ir.transform import Pass
+
+from kvq.quantization.scheme import KVQuantization
+from kvq.schedules.cpu.vector import CpuIsa
+
+from .attach_metadata import AttachMetadata
+from .fuse_pointwise import FusePointwise
+from .lower_kv_cache import LowerPagedKVCache
+from .lower_weights import LowerWeights, WeightPlan
+
+
+def kvq_pipeline(
+    *,
+    kv: KVQuantization,
+    page_size: int,
+    row_dtype: str,
+    weights: WeightPlan,
+    exact: bool,
+    isa: CpuIsa,
+    metadata: dict[str, Any],
+) -> list[tuple[str, Pass]]:
+    """The passes that make a model of a frontend module ours, named, in order.
+
+    What follows is TVM's own pipeline for the target: legalize, fuse, plan memory, lower.
+    """
+    return [
+        ("lower_kv_cache", LowerPagedKVCache(kv, page_size, row_dtype, isa)),
+        ("lower_weights", LowerWeights(weights, exact, isa)),
+        ("fuse_pointwise", FusePointwise(isa)),
+        ("fold_reshapes", relax.transform.CanonicalizeBindings()),
+        ("remove_dead_code", relax.transform.DeadCodeElimination()),
+        ("attach_metadata", AttachMetadata(metadata)),
+    ]
+
+
+def run_pipeline(mod: tvm.IRModule, passes: list[tuple[str, Pass]], on_stage: Any = None) -> tvm.IRModule:
+    """Run named passes in order; ``on_stage(number, name, mod)`` sees the module after each."""
+    for number, (name, one) in enumerate(passes, start=1):
+        mod = one(mod)
+        if on_stage is not None:
+            on_stage(number, name, mod)
+    return mod
