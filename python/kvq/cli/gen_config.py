@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 NAME = "gen_config"
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the subcommand."""
+def add_parser(subparsers: Any) -> None:
+    """Add the command to ``kvq``."""
     parser = subparsers.add_parser(
         NAME,
-        aliases=["gen-config"],
         help="write the configuration and tokenizer of a model",
         description="Write mlc-chat-config.json and the tokenizer files of a checkpoint.",
-        epilog="example: kvq gen_config ./SmolLM2-135M-Instruct --quantization q4f16kv -o ./smollm2",
+        epilog="example:\n  kvq gen_config ./SmolLM2-135M-Instruct --quantization q4f16kv -o ./smollm2",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, .gguf file, or smollm2")
     parser.add_argument(
