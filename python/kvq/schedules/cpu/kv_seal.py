@@ -221,8 +221,8 @@ def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
 def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (workspace
-    row page, open page), layer, and kv_open (written in place).
+    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (page
+    of the workspace, counted from 0; open page), layer, and kv_open (written in place).
     """
     kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
 
@@ -249,7 +249,7 @@ def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
                             vt, vh, vp, vj = T.axis.remap("SSSS", [task, head, part, j])
                             T.reads()
                             T.writes()
-                            source: T.let = T.cast(tasks[vt, 0], "int64") - num_open
+                            source: T.let = T.cast(tasks[vt, 0], "int64")
                             target: T.let = T.cast(tasks[vt, 1], "int64")
                             kv_open[target, layer, vh, vp, run(vj * isa.lanes, isa.lanes)] = kv_workspace[
                                 source, vh, vp, run(vj * isa.lanes, isa.lanes)
