@@ -1,7 +1,8 @@
-"""Which vector instructions this machine has, by one set of names for every operating system."""
+"""What the CPU of this machine offers: vector instructions, by one set of names everywhere, and cores."""
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -51,3 +52,27 @@ def detect() -> set[str]:
         Of ``avx2 fma f16c avx512f avx512bw avx512vl avx512vnni avx_vnni amx_int8 neon dotprod``.
     """
     return set(_detect())
+
+
+def usable_cores() -> int:
+    """Physical cores that this process may use: by its affinity, and by its container's quota.
+
+    Two hyperthreads of a core count once, as they share what the kernels are limited by.
+    """
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # macOS and Windows have no affinity to ask for
+        return os.cpu_count() or 1
+    topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    cores = {_read(topology.format(cpu)) or str(cpu) for cpu in allowed}
+    quota, _, period = _read("/sys/fs/cgroup/cpu.max").partition(" ")
+    if quota.isdigit() and period.isdigit():
+        return max(1, min(len(cores), round(int(quota) / int(period))))
+    return len(cores)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import tvm
 import tvm_ffi
 from tvm.runtime.vm import VirtualMachine
 
-from kvq.cpu_features import detect
+from kvq.cpu_features import detect, usable_cores
 from kvq.errors import CacheError, LibraryError
 from kvq.loader.tensor_cache import TensorCache
 from kvq.runtime.cache_shape import CacheShape
@@ -100,6 +101,8 @@ class Library:
             raise LibraryError(f"{path}: no such library: run kvq compile first")
         if device != "cpu":
             raise LibraryError(f"device {device!r} is not supported: use cpu")
+        # Read once, when TVM starts its threads; its own guess takes half of a virtual machine's cores.
+        os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
         try:
             module = tvm.runtime.load_module(str(path.resolve()))
             machine = VirtualMachine(module, tvm.cpu())
