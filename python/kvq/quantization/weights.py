@@ -4,8 +4,9 @@
 ``(code - 7) * scale``. Eight codes share a 32-bit word, the first in its lowest bits.
 
 MLC-LLM's own converter uses the codes 0 .. 14 and a positive scale. Here the scale has the sign that puts
-the largest value of the group at code 15, so all 16 codes are used: any reader of the format decodes it,
-the squared error is a quarter smaller, and 4-bit weights cost SmolLM2 0.30 nats a token on prose, not 0.36.
+the largest value of the group at code 15, and is then fitted to the codes: all 16 codes are used, any
+reader of the format decodes it, and the squared error is a quarter smaller. On prose, 4-bit weights cost
+SmolLM2 0.29 nats a token instead of 0.36.
 """
 
 from __future__ import annotations
@@ -104,15 +105,31 @@ def quantize_q4f16_1(weight: np.ndarray, name: str = "weight") -> tuple[np.ndarr
     peak = np.where(-low > high, low, high)
     if not np.all(np.abs(peak) < _TOP * 65504.0):  # also false for NaN
         raise ConfigError(f"{name}: holds NaN, infinity or a value beyond the fp16 range: use q0f32")
-    scale = np.copysign(np.maximum(np.abs(peak) / _TOP, _SCALE_FLOOR), peak).astype(np.float16)
+    scale = np.copysign(np.maximum(np.abs(peak) / _TOP, _SCALE_FLOOR), peak)
     scale[peak == 0] = 1.0
-    codes = groups / scale.astype(np.float32)[..., None]
-    np.rint(codes, out=codes)
-    np.clip(codes, -ZERO_CODE, _TOP, out=codes)
+    codes = _nearest_codes(groups, _to_fp16(scale))
+    # The scale with the least squared error for these codes; then the best codes for that scale.
+    energy = np.einsum("ngk,ngk->ng", codes, codes)
+    fitted = np.einsum("ngk,ngk->ng", codes, groups) / np.maximum(energy, 1)
+    usable = (energy > 0) & (np.abs(fitted) >= 2 * _SCALE_FLOOR)
+    scale = _to_fp16(np.where(usable, fitted, scale))
+    codes = _nearest_codes(groups, scale)
     codes += ZERO_CODE
     pairs = codes.astype(np.uint8).reshape(n, -1, 2)
     packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return np.ascontiguousarray(packed).view("<u4"), scale
+    return np.ascontiguousarray(packed).view("<u4"), scale.astype(np.float16)
+
+
+def _to_fp16(scale: np.ndarray) -> np.ndarray:
+    """Round to fp16, as float32; a scale just above the range becomes its end."""
+    return np.clip(scale, -65504.0, 65504.0).astype(np.float16).astype(np.float32)
+
+
+def _nearest_codes(groups: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The nearest codes, -7 .. 8, as float32."""
+    codes = groups / scale[..., None]
+    np.rint(codes, out=codes)
+    return np.clip(codes, -ZERO_CODE, _TOP, out=codes)
 
 
 def dequantize_q4f16_1(q_weight: np.ndarray, q_scale: np.ndarray) -> np.ndarray:
