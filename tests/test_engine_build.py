@@ -124,6 +124,7 @@ def test_a_compiled_pair_is_taken_as_it_is(converted: Path, tmp_path: Path, log:
     for name in (converted, str(converted), converted / CHAT_CONFIG_NAME):
         assert prepare_model(name, cache_dir=tmp_path / "c") == expected
     assert prepare_model(converted, "q4f16kv", cache_dir=tmp_path / "c") == expected
+    assert prepare_model(converted, context_window_size=96, cache_dir=tmp_path / "c") == expected
     elsewhere = tmp_path / "other.so"
     elsewhere.write_text("y")
     assert prepare_model(converted, model_lib=elsewhere, cache_dir=tmp_path / "c").library == elsewhere

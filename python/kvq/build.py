@@ -83,7 +83,7 @@ def prepare_model(
     quantization, kv_quantization : str, optional
         As on the command line; a converted directory knows its own, a checkpoint becomes ``q4f16kv``.
     context_window_size, prefill_chunk_size, max_batch_size : int, optional
-        Limits to compile for. A compiled pair is taken as it is.
+        Limits to compile for. A compiled pair is taken as it is if it allows them.
     opt : str, optional
         ``O0`` .. ``O3``; ``O2`` by default.
     model_lib : str or Path, optional
@@ -139,7 +139,8 @@ class _Builder:
             )
         if library is not None:
             return BuiltModel(path, path, library)
-        as_it_is = str(kv) == config.kv_quantization and self.opt is None and not any(self.limits.values())
+        within = all(value is None or value <= getattr(config, name) for name, value in self.limits.items())
+        as_it_is = str(kv) == config.kv_quantization and self.opt is None and within
         found = sorted(path.glob("*.so"))
         if as_it_is and len(found) > 1:
             raise LibraryError(f"{path}: has {len(found)} libraries: choose one with --model-lib")

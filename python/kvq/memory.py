@@ -17,6 +17,9 @@ from kvq.quantization.scheme import KVQuantization, WeightScheme
 from kvq.quantization.weights import stored_parameters
 from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, scratch_bytes
 
+#: Rows of a weight matrix that the kernels keep together.
+ROW_BLOCK = 16
+
 _ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -38,7 +41,7 @@ class MemoryPlan:
     Attributes
     ----------
     weights_bytes : int
-        Converted weights.
+        Weights, as they are loaded.
     kv_sealed_bytes, kv_open_bytes : int
         The pool of sealed pages, and the open pages.
     kv_workspace_bytes : int
@@ -107,10 +110,15 @@ def kv_layout(model: ModelConfig, weights: WeightScheme, kv: KVQuantization, pag
 
 
 def weights_bytes(model: ModelConfig, weights: WeightScheme) -> int:
-    """Bytes of the converted weights."""
-    return sum(
-        math.prod(tensor.shape) * _ITEMSIZE[tensor.dtype] for tensor in stored_parameters(model, weights)
-    )
+    """Bytes of the weights as loaded: rows of matrices in whole blocks, norms and biases in float32."""
+    total = 0
+    for tensor in stored_parameters(model, weights):
+        if len(tensor.shape) == 1:
+            total += tensor.shape[0] * 4
+        else:
+            rows = -(-tensor.shape[0] // ROW_BLOCK) * ROW_BLOCK
+            total += rows * math.prod(tensor.shape[1:]) * _ITEMSIZE[tensor.dtype]
+    return total
 
 
 def plan_cache(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,7 @@ class Library:
             raise LibraryError(f"{path}: no such library: run kvq compile first")
         if device != "cpu":
             raise LibraryError(f"device {device!r} is not supported: use cpu")
+        _refuse_truncated(path)
         # Read once, when TVM starts its threads; its own guess takes half of a virtual machine's cores.
         os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
         try:
@@ -206,3 +208,14 @@ class Library:
                 f"cannot allocate {total} bytes of KV cache: {str(error).splitlines()[-1]}"
             ) from None
         return CacheTensors(pool, open_pages, workspace, scratch)
+
+
+def _refuse_truncated(path: Path) -> None:
+    """Refuse an ELF file that ends too early: mapping it would kill the process, not raise an error."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header.startswith(b"\x7fELF\x02\x01"):
+        (table,) = struct.unpack_from("<Q", header, 40)
+        entry_size, entries = struct.unpack_from("<HH", header, 58)
+        if path.stat().st_size < table + entry_size * entries:
+            raise LibraryError(f"{path}: the file is truncated: compile it again")
