@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import kvq.build
 from checkpoints import write_tiny_llama
 from kvq.build import BuiltModel, prepare_model
 from kvq.config import CHAT_CONFIG_NAME, ChatConfig
@@ -96,6 +97,15 @@ def test_what_a_library_depends_on_is_in_its_key(
     assert first.library != second.library and first.weights_dir == second.weights_dir
     if "context_window_size" in change:
         assert ChatConfig.load(second.config_dir).context_window_size == 128
+
+
+def test_changed_code_makes_everything_anew(
+    checkpoint: Path, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepare_model(checkpoint, cache_dir=tmp_path / "c")
+    monkeypatch.setattr(kvq.build, "_source_digest", lambda: "other")
+    second = prepare_model(checkpoint, cache_dir=tmp_path / "c")
+    assert first.library != second.library and first.weights_dir != second.weights_dir
 
 
 def test_another_checkpoint_is_another_model(checkpoint: Path, tmp_path: Path, log: Path) -> None:

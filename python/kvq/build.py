@@ -20,6 +20,7 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from kvq.quantization.scheme import resolve
 #: What a checkpoint becomes when nothing is asked.
 DEFAULT_QUANTIZATION = "q4f16kv"
 DEFAULT_OPT = "O2"
+#: Sources that decide what weights and libraries look like.
+_SOURCES = ("compiler", "loader", "model", "passes", "quantization", "schedules", "layout.py", "convert.py")
 LIBRARY_NAME = "lib.so"
 
 #: Called with what is being done.
@@ -174,7 +177,7 @@ class _Builder:
         with open_checkpoint(path) as checkpoint:
             fingerprint = checkpoint.fingerprint()
         root = self.cache_dir / "models" / fingerprint[:16]
-        converted = root / f"{weights.name}-{__version__}"
+        converted = root / f"{weights.name}-{__version__}-{_source_digest()}"
 
         def convert(directory: Path) -> None:
             def progress(done: int, total: int, _name: str) -> None:
@@ -212,7 +215,7 @@ class _Builder:
     def _key(self, weights: str, kv: str, more: Any) -> str:
         """Name of a directory: the schemes to read, and a hash of everything a library depends on."""
         content = {
-            "kvq": __version__,
+            "kvq": [__version__, _source_digest()],
             "tvm": version("apache-tvm"),
             "device": self.device,
             "machine": [platform.system(), platform.machine(), *sorted(detect())],
@@ -246,6 +249,18 @@ class _Builder:
                 f"{entry.parent}: cannot be written: {problem.strerror}: "
                 "set KVQ_CACHE to a directory that can"
             ) from None
+
+
+@cache
+def _source_digest() -> str:
+    """Hash of the code that makes weights and libraries, so that a changed checkout uses nothing stale."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 @contextlib.contextmanager
