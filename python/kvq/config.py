@@ -31,7 +31,7 @@ class ModelConfig(BaseModel):
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
-    num_hidden_layers: int = Field(gt=0)
+    num_hidden_layers: int = Field(gt=0, le=4096)
     num_attention_heads: int = Field(gt=0)
     num_key_value_heads: int = Field(gt=0)
     head_dim: int = Field(gt=0)

@@ -22,6 +22,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 #: A header that claims more is damaged; the largest real ones have a few thousand.
 _MAX_ENTRIES = 1 << 24
+_MAX_RANK = 8
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,18 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._scalar("I"))
         table = [self._tensor_entry() for _ in range(num_tensors)]
-        align = int(self.metadata.get("general.alignment", 32))
+        align = self.metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align <= 0:
+            raise struct.error
         data_start = -(-self._pos // align) * align
         for name, dims, type_id, offset in table:
             self._tensors[name] = self._describe(name, dims, type_id, data_start + offset)
 
     def _tensor_entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        name = self._string()
-        dims = tuple(self._scalar("Q") for _ in range(self._scalar("I")))
+        name, rank = self._string(), self._scalar("I")
+        if rank > _MAX_RANK:
+            raise struct.error
+        dims = tuple(self._scalar("Q") for _ in range(rank))
         return name, dims, self._scalar("I"), self._scalar("Q")
 
     def _describe(self, name: str, dims: tuple[int, ...], type_id: int, offset: int) -> _Tensor:

@@ -60,7 +60,10 @@ class GGUFModel:
     def __init__(self, path: Path) -> None:
         self.file = GGUFFile(path)
         self._names = {hf_name(n): n for n in self.file.names() if n != _ROPE_FREQS}
-        self.config = self._read_config()
+        try:
+            self.config = self._read_config()
+        except (TypeError, ValueError, ZeroDivisionError, IndexError) as problem:
+            raise CheckpointError(f"{path}: a value of the metadata makes no sense: {problem}") from None
 
     def names(self) -> list[str]:
         """Tensor names, as Hugging Face spells them."""

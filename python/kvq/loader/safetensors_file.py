@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +18,14 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Where a tensor ends; ValueError or KeyError if its entry makes no sense."""
+    begin, end = entry["data_offsets"]
+    if not (isinstance(entry["dtype"], str) and 0 <= begin <= end and all(n >= 0 for n in entry["shape"])):
+        raise ValueError
+    return int(end)
 
 
 class SafetensorsFile:
@@ -38,7 +47,7 @@ class SafetensorsFile:
             self._table = json.loads(header)
             self._table.pop("__metadata__", None)
             self._start = 8 + length
-            end = max((entry["data_offsets"][1] for entry in self._table.values()), default=0)
+            end = max((_end(entry) for entry in self._table.values()), default=0)
         except OSError as problem:
             raise CheckpointError(f"{path}: cannot be opened: {problem.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError, IndexError):

@@ -48,7 +48,10 @@ class _StoredTensor:
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> _StoredTensor:
-    return _StoredTensor(storage, int(offset), tuple(shape), tuple(stride))
+    sizes, steps = tuple(int(n) for n in shape), tuple(int(n) for n in stride)
+    if not isinstance(storage, _Storage) or len(sizes) != len(steps) or min(offset, *sizes, *steps, 0) < 0:
+        raise pickle.UnpicklingError("it holds a tensor that makes no sense")
+    return _StoredTensor(storage, int(offset), sizes, steps)
 
 
 def _rebuild_parameter(data: Any, *_: Any) -> Any:
@@ -101,7 +104,9 @@ class TorchFile:
                 f"{path}: not a zip archive of torch: it is cut (download it again) "
                 "or older than torch 1.6 (save it again)"
             ) from None
-        except (pickle.UnpicklingError, EOFError, ValueError, TypeError, IndexError, KeyError) as problem:
+        except CheckpointError:
+            raise
+        except Exception as problem:  # a damaged pickle may raise almost anything
             raise CheckpointError(f"{path}: the pickle is refused: {problem}") from None
         if not isinstance(state, dict):
             raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a dictionary of tensors")
@@ -124,7 +129,7 @@ class TorchFile:
         extent = (
             tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)) + 1
         )
-        if 0 in tensor.shape or extent > len(flat) or min(tensor.stride, default=0) < 0:
+        if 0 in tensor.shape or extent > len(flat):
             raise CheckpointError(f"{self.path}: tensor {name} reaches beyond its storage")
         strides = [s * flat.itemsize for s in tensor.stride]
         view = np.lib.stride_tricks.as_strided(flat[tensor.offset :], tensor.shape, strides, writeable=False)
@@ -136,6 +141,8 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: the storage of tensor {name} is missing or compressed")
         # The local header repeats the name and has an "extra" field of its own length.
         fixed = bytes(self._data[info.header_offset : info.header_offset + 30])
+        if fixed[:4] != b"PK\x03\x04":
+            raise CheckpointError(f"{self.path}: the storage of tensor {name} is not where the archive says")
         name_size, extra_size = struct.unpack("<HH", fixed[26:30])
         begin = info.header_offset + 30 + name_size + extra_size
         data = self._data[begin : begin + info.file_size]
