@@ -182,9 +182,12 @@ def write_gguf(
     dtype: str = "float32",
     arch: str = "llama",
     extra: dict[str, np.ndarray] | None = None,
+    parts: int = 1,
 ) -> Path:
     """Write a GGUF file with the reference library, with a byte-level vocabulary."""
     writer = gguf.GGUFWriter(path, arch)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     config = tiny.config()
     writer.add_block_count(tiny.num_layers)
     writer.add_context_length(config["max_position_embeddings"])

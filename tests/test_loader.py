@@ -348,6 +348,11 @@ def test_gguf_of_another_architecture(tmp_path: Path) -> None:
     assert "unknown architecture 'falcon': known are llama" in refuse(path)
 
 
+def test_gguf_in_parts(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m-00001-of-00002.gguf", TinyLlama(seed=1), parts=2)
+    assert "one of 2 parts of a model: merge them" in refuse(path)
+
+
 def test_gguf_llama3_factors(tmp_path: Path) -> None:
     factors = _llama3_factors(LLAMA3, 10000.0, 64).astype(np.float32)
     assert factors.min() == 1.0 and factors.max() == 8.0

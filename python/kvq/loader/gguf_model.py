@@ -104,6 +104,11 @@ class GGUFModel:
             raise ConfigError(
                 f"{path}: unknown architecture {self._arch!r}: known are {', '.join(ARCHITECTURES)}"
             )
+        if meta.get("split.count", 1) > 1:
+            raise ConfigError(
+                f"{path}: one of {meta['split.count']} parts of a model: "
+                "merge them with llama-gguf-split --merge"
+            )
         if self._key("expert_count"):
             raise ConfigError(f"{path}: mixtures of experts are not supported")
         embed = self._names.get("model.embed_tokens.weight")
