@@ -17,7 +17,7 @@ _EXAMPLE = """example:
   kvq demo
   kvq demo --kv-quantization int3 --prompt "Why is the sky blue?"
 """
-_PROMPT = "What is a computer cache, and why does it make programs faster? Answer in a few sentences."
+_PROMPT = "What is gravity?"
 
 
 def add_parser(subparsers: Any) -> None:
