@@ -99,7 +99,7 @@ def test_inspect(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     words += ["--layer", "0", "--head", "1"]
     assert main([*words, "--prompt", TEXT[:150], "--page", "1", "--dump", str(dump)]) == 0
     out = capsys.readouterr().out
-    assert "150 tokens (150 of the prompt), 2 sealed pages of 64" in out
+    assert "150 tokens (150 of the prompt), sealed pages of 64 tokens: 2" in out
     assert "page 1, layer 0, KV head 1" in out
     found = np.load(dump)
     assert found["k_codes"].shape == (2, 2, 2, 64, 64)
@@ -113,7 +113,7 @@ def test_inspect(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_inspect_continues_a_short_prompt(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(checkpoint), "--quantization", "q0f32", "--prompt", "Once upon a time"]) == 0
-    assert "64 tokens (16 of the prompt), 1 sealed pages of 64" in capsys.readouterr().out
+    assert "64 tokens (16 of the prompt), sealed pages of 64 tokens: 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

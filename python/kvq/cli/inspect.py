@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         found.dump(args.dump)
     print(
         f"{schemes[0]}: {found.layout.bits_per_value:.3f} bits per value; {len(found.tokens)} tokens "
-        f"({found.num_prompt} of the prompt), {pages} sealed pages of {found.layout.page_size}"
+        f"({found.num_prompt} of the prompt), sealed pages of {found.layout.page_size} tokens: {pages}"
     )
     _print_layers(found)
     if args.layer is not None or args.head is not None:
