@@ -88,15 +88,22 @@ def test_cache_schemes_share_weights_and_nothing_else(checkpoint: Path, tmp_path
     assert other.weights_dir != built[0].weights_dir
 
 
-@pytest.mark.parametrize("change", [{"opt": "O1"}, {"context_window_size": 128}, {"prefill_chunk_size": 32}])
+@pytest.mark.parametrize("change", [{"opt": "O1"}, {"max_batch_size": 9}])
 def test_what_a_library_depends_on_is_in_its_key(
     checkpoint: Path, tmp_path: Path, log: Path, change: dict[str, Any]
 ) -> None:
     first = prepare_model(checkpoint, cache_dir=tmp_path / "c")
     second = prepare_model(checkpoint, cache_dir=tmp_path / "c", **change)
     assert first.library != second.library and first.weights_dir == second.weights_dir
-    if "context_window_size" in change:
-        assert ChatConfig.load(second.config_dir).context_window_size == 128
+    assert ChatConfig.load(second.config_dir).max_batch_size == change.get("max_batch_size", 8)
+
+
+def test_smaller_limits_need_no_other_library(checkpoint: Path, tmp_path: Path, log: Path) -> None:
+    first = prepare_model(checkpoint, cache_dir=tmp_path / "c")
+    small = {"context_window_size": 128, "prefill_chunk_size": 32, "max_batch_size": 1}
+    assert prepare_model(checkpoint, cache_dir=tmp_path / "c", **small) == first
+    with pytest.raises(ConfigError, match="--context-window-size 4096"):
+        prepare_model(checkpoint, cache_dir=tmp_path / "c", context_window_size=4096)
 
 
 def test_changed_code_makes_everything_anew(
@@ -152,10 +159,10 @@ def test_a_converted_directory_is_compiled_and_left_as_it_is(
     check_whole(built)
     assert built.weights_dir == converted and sorted(p.name for p in converted.iterdir()) == before
     (converted / "lib.so").write_text("for int4")
-    other = prepare_model(converted, kv_quantization="int3", context_window_size=96, cache_dir=tmp_path / "c")
+    other = prepare_model(converted, kv_quantization="int3", max_batch_size=20, cache_dir=tmp_path / "c")
     assert [line.split()[0] for line in compiled(log)] == ["int4", "int3"]
     config = ChatConfig.load(other.config_dir)
-    assert (config.kv_quantization, config.context_window_size, config.prefill_chunk_size) == ("int3", 96, 96)
+    assert (config.kv_quantization, config.max_batch_size, config.context_window_size) == ("int3", 20, 1024)
 
 
 def test_other_weights_than_the_directorys_are_refused(converted: Path, tmp_path: Path, log: Path) -> None:

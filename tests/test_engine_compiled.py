@@ -32,18 +32,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(checkpoint: Path, build_cache: Path) -> BuiltModel:
-    return prepare_model(
-        checkpoint,
-        "q4f16kv",
-        context_window_size=CONTEXT,
-        prefill_chunk_size=CHUNK,
-        cache_dir=build_cache,
-    )
+    return prepare_model(checkpoint, "q4f16kv", cache_dir=build_cache)
 
 
 @pytest.fixture(scope="module")
 def model(built: BuiltModel) -> LoadedModel:
-    return load_model(built.library, built.weights_dir)
+    return load_model(
+        built.library,
+        built.weights_dir,
+        context_window_size=CONTEXT,
+        max_batch_size=BATCH,
+        prefill_chunk_size=CHUNK,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +253,7 @@ def test_unreadable_metadata_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"context_window_size": CONTEXT + 1}, {"prefill_chunk_size": CHUNK + 1}, {"max_batch_size": BATCH + 1}],
+    [{"context_window_size": 1025}, {"prefill_chunk_size": 1025}, {"max_batch_size": 9}],
 )
 def test_more_than_the_library_was_compiled_for_is_refused(built: BuiltModel, limits: dict[str, int]) -> None:
     refused(LibraryError, "outside 1", lambda: load_model(built.library, built.weights_dir, **limits))

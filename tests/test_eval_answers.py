@@ -67,13 +67,11 @@ def nll(model: LoadedModel, prompt: list[int], tokens: list[int]) -> float:
 @pytest.mark.slow
 def test_quantized_answers_are_as_likely(demo_gguf: Path, build_cache: Path) -> None:
     def built(kv: str) -> BuiltModel:
-        return prepare_model(
-            demo_gguf, "q4f16_1", kv, context_window_size=512, opt="O1", cache_dir=build_cache
-        )
+        return prepare_model(demo_gguf, "q4f16_1", kv, opt="O1", cache_dir=build_cache)
 
     def loaded(kv: str) -> LoadedModel:
         pair = built(kv)
-        return load_model(pair.library, pair.weights_dir, max_batch_size=1)
+        return load_model(pair.library, pair.weights_dir, context_window_size=512, max_batch_size=1)
 
     tokenizer = Tokenizer.from_dir(built("none").config_dir)
     prompts = [

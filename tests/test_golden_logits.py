@@ -19,17 +19,9 @@ TOLERANCE = 1e-3
 
 def build(checkpoint: Path, quantization: str, kv: str, cache: Path, context: int = 512) -> LoadedModel:
     """Convert, configure, compile and load a checkpoint, with exact activations."""
-    built = prepare_model(
-        checkpoint,
-        quantization,
-        kv,
-        context_window_size=context,
-        prefill_chunk_size=context,
-        max_batch_size=2,
-        opt="O1",
-        cache_dir=cache,
-    )
-    return load_model(built.library, built.weights_dir)
+    limits = {"context_window_size": context, "prefill_chunk_size": context, "max_batch_size": 2}
+    built = prepare_model(checkpoint, quantization, kv, **limits, opt="O1", cache_dir=cache)
+    return load_model(built.library, built.weights_dir, **limits)
 
 
 def run(model: LoadedModel, tokens: np.ndarray, chunks: Sequence[int]) -> np.ndarray:

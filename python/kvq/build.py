@@ -86,7 +86,7 @@ def prepare_model(
     quantization, kv_quantization : str, optional
         As on the command line; a converted directory knows its own, a checkpoint becomes ``q4f16kv``.
     context_window_size, prefill_chunk_size, max_batch_size : int, optional
-        Limits to compile for. A compiled pair is taken as it is if it allows them.
+        What the library must allow; it may allow more, so that other limits need no other library.
     opt : str, optional
         ``O0`` .. ``O3``; ``O2`` by default.
     model_lib : str or Path, optional
@@ -142,14 +142,13 @@ class _Builder:
             )
         if library is not None:
             return BuiltModel(path, path, library)
-        within = all(value is None or value <= getattr(config, name) for name, value in self.limits.items())
-        as_it_is = str(kv) == config.kv_quantization and self.opt is None and within
+        asked = self._beyond({name: getattr(config, name) for name in self.limits})
+        as_it_is = str(kv) == config.kv_quantization and self.opt is None and not asked
         found = sorted(path.glob("*.so"))
         if as_it_is and len(found) > 1:
             raise LibraryError(f"{path}: has {len(found)} libraries: choose one with --model-lib")
         if as_it_is and found:
             return BuiltModel(path, path, found[0])
-        asked = {name: value for name, value in self.limits.items() if value is not None}
         config = config.model_copy(update={"kv_quantization": str(kv), **asked})
         config.prefill_chunk_size = min(config.prefill_chunk_size, config.context_window_size)
         text = (path / CHAT_CONFIG_NAME).read_bytes()
@@ -170,12 +169,19 @@ class _Builder:
     ) -> BuiltModel:
         """A checkpoint: convert, configure and compile it, each only if that has not been done before."""
         from kvq.convert import convert_weight
-        from kvq.gen_config import gen_config
+        from kvq.gen_config import DEFAULT_BATCH, DEFAULT_PREFILL_CHUNK, gen_config
         from kvq.loader.checkpoint import open_checkpoint
 
         weights, kv = resolve(quantization, kv_quantization)
         with open_checkpoint(path) as checkpoint:
             fingerprint = checkpoint.fingerprint()
+            limits = self._beyond(
+                {
+                    "context_window_size": checkpoint.config.max_position_embeddings,
+                    "prefill_chunk_size": DEFAULT_PREFILL_CHUNK,
+                    "max_batch_size": DEFAULT_BATCH,
+                }
+            )
         root = self.cache_dir / "models" / fingerprint[:16]
         converted = root / f"{weights.name}-{__version__}-{_source_digest()}"
 
@@ -186,8 +192,8 @@ class _Builder:
             convert_weight(path, weights.name, directory, progress=progress)
 
         self._make(converted, convert)
-        name = self._key(weights.name, str(kv), None if library is None else "configuration")
-        entry = root / name
+        more = [limits, library is None]
+        entry = root / self._key(weights.name, str(kv), more)
 
         def build(directory: Path) -> None:
             gen_config(
@@ -195,15 +201,21 @@ class _Builder:
                 weights.name,
                 directory,
                 kv_quantization=str(kv),
-                context_window_size=self.limits["context_window_size"],
-                prefill_chunk_size=self.limits["prefill_chunk_size"],
-                max_batch_size=self.limits["max_batch_size"],
+                context_window_size=limits.get("context_window_size"),
+                prefill_chunk_size=limits.get("prefill_chunk_size"),
+                max_batch_size=limits.get("max_batch_size"),
             )
             if library is None:
                 self._compile(directory, str(kv))
 
         self._make(entry, build)
         return BuiltModel(entry, converted, library or entry / LIBRARY_NAME)
+
+    def _beyond(self, allowed: dict[str, int]) -> dict[str, int]:
+        """The limits that are asked for and that are more than what is allowed anyway."""
+        return {
+            name: value for name, value in self.limits.items() if value is not None and value > allowed[name]
+        }
 
     def _compile(self, directory: Path, kv: str) -> None:
         from kvq.compiler import compile_model
@@ -220,7 +232,6 @@ class _Builder:
             "device": self.device,
             "machine": [platform.system(), platform.machine(), *sorted(detect())],
             "opt": self.opt or DEFAULT_OPT,
-            "limits": self.limits,
             "more": more,
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
