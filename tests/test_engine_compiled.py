@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvq.engine.engine
 from checkpoints import write_tiny_llama
 from kvq.build import BuiltModel, prepare_model
 from kvq.config import ChatConfig
 from kvq.convert import convert_weight
 from kvq.engine import Engine
-from kvq.errors import CacheError, KvqError, LibraryError
+from kvq.errors import CacheError, KvqError, LibraryError, OutOfMemoryError
 from kvq.memory import plan_memory
 from kvq.quantization.scheme import resolve
 from kvq.runtime.library import Library
@@ -181,6 +182,13 @@ def test_engine_from_a_checkpoint(
     assert chunks[-1].choices[0].finish_reason == "length" and engine.stats.completion_tokens == 8
     whole = engine.chat.completions.create(messages=messages)
     assert whole.usage.total_tokens <= CONTEXT and engine.stats.faults == (0, 0)
+
+
+def test_an_engine_that_does_not_fit_is_refused_before_it_allocates(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kvq.engine.engine, "available_memory", lambda: 100_000)
+    refused(OutOfMemoryError, "activation_bytes .* lower it with --prefill-chunk-size", lambda: Engine(pair))
 
 
 # ---- refusals -----------------------------------------------------------------------------------

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+import kvq.memory
 from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
-from kvq.memory import fill_budget, format_bytes, kv_layout, parse_size, plan_memory, weights_bytes
+from kvq.memory import (
+    available_memory,
+    fill_budget,
+    format_bytes,
+    kv_layout,
+    parse_size,
+    plan_memory,
+    weights_bytes,
+)
 from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
@@ -180,3 +189,15 @@ def test_pages_for_limits(context: int, batch: int, chunk: int, shape: tuple[int
 def test_limits_below_one_are_refused() -> None:
     with pytest.raises(ConfigError, match="--prefill-chunk-size 0"):
         CacheShape.for_limits(KVLayout(2, 2, 64), context_window_size=10, prefill_chunk_size=0)
+
+
+def test_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    2048 kB\n"}
+    monkeypatch.setattr(kvq.memory, "_read", lambda path: files.get(path, ""))
+    assert available_memory() == 2 * MIB
+    files |= {"/sys/fs/cgroup/memory.max": "3000000\n", "/sys/fs/cgroup/memory.current": "1000000\n"}
+    assert available_memory() == 2000000
+    files["/sys/fs/cgroup/memory.max"] = "max\n"
+    assert available_memory() == 2 * MIB
+    files.clear()
+    assert available_memory() is None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from kvq.config import ModelConfig
 from kvq.errors import ConfigError, OutOfMemoryError
@@ -215,6 +216,25 @@ def _activation_bytes(model: ModelConfig, rows: int, logit_rows: int) -> int:
     attention = qkv + model.num_attention_heads * model.head_dim
     widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)
     return 4 * (rows * widest + logit_rows * model.vocab_size)
+
+
+def available_memory() -> int | None:
+    """Bytes that this process can still have: of the machine, and of its container; None where unknown."""
+    limits = []
+    for line in _read("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            limits.append(int(line.split()[1]) * 1024)
+    most, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if most.isdigit() and used.isdigit():
+        limits.append(max(0, int(most) - int(used)))
+    return min(limits, default=None)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
 
 
 def parse_size(text: str) -> int:

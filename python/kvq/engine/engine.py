@@ -11,7 +11,7 @@ from kvq.config import ChatConfig
 from kvq.engine.completions import Chat, Completions
 from kvq.engine.core import EngineCore, Stats
 from kvq.errors import LibraryError
-from kvq.memory import MemoryPlan, format_bytes, plan_cache
+from kvq.memory import MemoryPlan, available_memory, format_bytes, plan_cache
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.library import Library
@@ -102,6 +102,8 @@ class Engine:
             scratch_slots=meta.scratch_slots,
         )
         logger.info("memory plan: %s", describe_plan(self.plan))
+        if (available := available_memory()) is not None:
+            self.plan.check(available)
         say("loading weights")
         self.model = LoadedModel(library, library.load_params(built.weights_dir), shape, chunk)
         self._core = EngineCore(

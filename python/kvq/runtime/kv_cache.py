@@ -2,16 +2,16 @@
 
 It moves numbers only; the tensors belong to the loaded library. ``P`` is the page size.
 
-======================  =======================  ====================================================
-what                    owned by                 released when
-======================  =======================  ====================================================
+======================  ========================  ===================================================
+what                    owned by                  released when
+======================  ========================  ===================================================
 pool page, free         ``PagePool``'s free list  a step takes it
-pool page, reserved     the open step             ``commit_step`` hands it over, ``abort_step`` frees it
-pool page, sealed       every sequence whose      its last holder drops it (``remove_sequence``,
-                        table lists it (shared)   ``popn``, a fork that failed); never rewritten
+pool page, reserved     the open step             ``commit_step`` hands it on, ``abort_step`` frees it
+pool page, sealed       every sequence whose      its last holder drops it (``remove_sequence`` or
+                        table lists it (shared)   ``popn``); until then it is never rewritten
 open page               exactly one sequence,     ``remove_sequence``; a page that becomes full is
                         from add/fork to remove   sealed into the pool, and the open page starts anew
-======================  =======================  ====================================================
+======================  ========================  ===================================================
 
 Invariants, which ``check_integrity`` recomputes: the count of a pool page is the number of tables
 that list it (plus one while reserved); a page is free exactly when its count is zero; a sequence of
