@@ -195,6 +195,7 @@ def load_model(
         max_batch_size=max_batch_size,
         prefill_chunk_size=prefill_chunk_size,
     )
+    chunk = min(chunk, context * batch)
     shape = CacheShape.for_limits(
         meta.layout, context_window_size=context, max_batch_size=batch, prefill_chunk_size=chunk
     )
