@@ -104,7 +104,7 @@ class Library:
             raise LibraryError(f"device {device!r} is not supported: use cpu")
         _refuse_truncated(path)
         # Read once, when TVM starts its threads. Its own guess takes half of a virtual machine's cores, and
-        # threads bound to cores wait for whatever else runs there: steps took twice as long on a busy machine.
+        # threads bound to cores wait for whatever else runs there: steps then take twice as long.
         os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
         os.environ.setdefault("TVM_BIND_THREADS", "0")
         try:
