@@ -26,10 +26,11 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
     console = Console() if sys.stdout.isatty() else Console(width=200)
+    console.print(f"\n{title}", markup=False, highlight=False)
     console.print(table)
