@@ -103,9 +103,7 @@ def compile_model(
     return _export(executable, Path(output))
 
 
-def _build(
-    config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debug_dump: Path | None
-) -> Any:
+def _build(config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debug_dump: Path | None) -> Any:
     weights, kv = resolve(config.quantization, config.kv_quantization)
     model = config.model
     quantized = kv.k_bits is not None or kv.v_bits is not None
@@ -161,9 +159,7 @@ def _build(
     )
     with target.target:
         mod = run_pipeline(mod, passes, _dumper(debug_dump))
-        return tvm.compile(
-            mod, target.target, relax_pipeline=relax.get_default_pipeline(target.target)
-        )
+        return tvm.compile(mod, target.target, relax_pipeline=relax.get_default_pipeline(target.target))
 
 
 def _shapes(mod: tvm.IRModule, names: list[str]) -> dict[str, tuple[int, ...]]:

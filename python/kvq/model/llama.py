@@ -24,7 +24,10 @@ class Attention(nn.Module):
             config.hidden_size, self.total_heads * config.head_dim, config.attention_bias, DTYPE
         )
         self.o_proj = nn.Linear(
-            config.num_attention_heads * config.head_dim, config.hidden_size, config.attention_output_bias, DTYPE
+            config.num_attention_heads * config.head_dim,
+            config.hidden_size,
+            config.attention_output_bias,
+            DTYPE,
         )
 
     def forward(self, x: nn.Tensor, kv: PagedKVCache, layer: int) -> nn.Tensor:
@@ -107,9 +110,7 @@ class LlamaForCausalLM(nn.Module):
         logits = self._logits(x)
         return op.reshape(logits, (1, *logits.shape)), paged_kv_cache
 
-    def decode(
-        self, input_ids: nn.Tensor, paged_kv_cache: PagedKVCache
-    ) -> tuple[nn.Tensor, PagedKVCache]:
+    def decode(self, input_ids: nn.Tensor, paged_kv_cache: PagedKVCache) -> tuple[nn.Tensor, PagedKVCache]:
         """``input_ids`` int32 [b, 1]; logits float32 [b, 1, V]."""
         logits = self._logits(self.model(input_ids, paged_kv_cache))
         return op.reshape(logits, (logits.shape[0], 1, logits.shape[1])), paged_kv_cache

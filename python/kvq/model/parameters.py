@@ -37,7 +37,11 @@ def llama_parameters(config: ModelConfig) -> list[Parameter]:
     """Weights of the Llama family, in the order in which the compiled library takes them."""
     hidden, inter, dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_out, kv_out = config.num_attention_heads * dim, config.num_key_value_heads * dim
-    out = [Parameter("model.embed_tokens.weight", (config.vocab_size, hidden), ("model.embed_tokens.weight",), True)]
+    out = [
+        Parameter(
+            "model.embed_tokens.weight", (config.vocab_size, hidden), ("model.embed_tokens.weight",), True
+        )
+    ]
 
     def linear(prefix: str, fused: str, parts: tuple[str, ...], n: int, k: int, bias: bool) -> None:
         out.append(
@@ -49,7 +53,14 @@ def llama_parameters(config: ModelConfig) -> list[Parameter]:
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}"
         attn, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-        linear(attn, "qkv_proj", ("q_proj", "k_proj", "v_proj"), q_out + 2 * kv_out, hidden, config.attention_bias)
+        linear(
+            attn,
+            "qkv_proj",
+            ("q_proj", "k_proj", "v_proj"),
+            q_out + 2 * kv_out,
+            hidden,
+            config.attention_bias,
+        )
         linear(attn, "o_proj", ("o_proj",), hidden, q_out, config.attention_output_bias)
         linear(mlp, "gate_up_proj", ("gate_proj", "up_proj"), 2 * inter, hidden, config.mlp_bias)
         linear(mlp, "down_proj", ("down_proj",), hidden, inter, config.mlp_bias)

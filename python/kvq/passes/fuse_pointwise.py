@@ -46,7 +46,11 @@ class _Rewriter(PyExprMutator):
         call = super().visit_call_(call)
         if not isinstance(call, relax.Call):
             return call
-        if call.op == _NORM and _is_rows(call.args[0].ty) and [int(a) for a in call.attrs.axes] in ([-1], [1]):
+        if (
+            call.op == _NORM
+            and _is_rows(call.args[0].ty)
+            and [int(a) for a in call.attrs.axes] in ([-1], [1])
+        ):
             dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
             kernel = self.kernel(f"rms_norm_{dim}", lambda: rms_norm(dim, eps, self.isa))
             return relax.call_tir(kernel, list(call.args), out_ty=call.ty)

@@ -6,8 +6,8 @@ calls ``vm.builtin.attention_kv_cache_attention_with_fused_qkv`` once a layer. T
 - reads the geometry and the RoPE parameters from the creation call, and replaces the creation function
   by one that allocates the three tensors of the cache;
 - replaces every parameter that is the opaque cache by the tensors of :data:`CACHE_PARAMETERS`;
-- replaces every attention call by ``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, in place. The
-  tensors are threaded through all of them and returned, so no pass may move a read or write across;
+- replaces every attention call by ``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, in place.
+  The tensors are threaded through all of them and returned, so no pass may move a read or write across;
 - answers ``get_query_positions`` with the positions of the step.
 
 The layer is an argument of the kernels, so all layers share them.
@@ -276,7 +276,9 @@ class _Rewriter(PyExprMutator):
         bb, heads, dtype = self.builder_, geometry.num_heads, str(out.dtype)
         rows = out.shape[0]
         if self.rope is None:
-            table = self.kernel("rope_table", lambda: rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor))
+            table = self.kernel(
+                "rope_table", lambda: rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor)
+            )
             kind = relax.TensorType((rows, geometry.rotary_dim or 2), "float32")
             self.rope = bb.emit(relax.call_tir(table, [s["positions"], self.frequency], out_ty=kind))
         append = self.kernel(

@@ -85,12 +85,15 @@ class WeightPlan:
         """Append a weight of the model."""
         if len(shape) == 1:
             self._add_tensors([self._vector(name, shape[0])])
-        elif self.scheme.bits is None:
-            self._add_tensors([self._blocks(name, *shape, self.scheme.dtype)])
+            return
+        n, k = shape
+        if self.scheme.bits is None:
+            self._add_tensors([self._blocks(name, n, k, self.scheme.dtype)])
         else:
             codes, scales = stored_names(name, True)
-            n, k = shape
-            self._add_tensors([self._codes(codes, n, k), self._blocks(scales, n, k // linear.GROUP, "float16")])
+            self._add_tensors(
+                [self._codes(codes, n, k), self._blocks(scales, n, k // linear.GROUP, "float16")]
+            )
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:
         start = len(self.tensors)

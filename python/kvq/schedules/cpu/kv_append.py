@@ -22,7 +22,8 @@ def kv_append(
     """Build the kernel.
 
     Arguments of the kernel: qkv ``dtype[n, Hq + 2 H, D]``, rope ``float32[n, rotary_dim]``, append_slots
-    ``int32[n]``, layer, then kv_open, kv_workspace and kv_faults (written in place), and q ``float32[n, Hq, D]``.
+    ``int32[n]``, layer, then kv_open, kv_workspace and kv_faults (written in place), and q
+    ``float32[n, Hq, D]``.
     """
     kv_heads, dim, page = layout.num_kv_heads, layout.head_dim, layout.page_size
     layers, row_dtype, unit = layout.num_layers, layout.row_dtype, layout.values_per_unit
@@ -35,7 +36,9 @@ def kv_append(
         offset = T.bind(T.bitwise_and(slot, T.int32(page - 1)))
         with T.If(at < num_open):
             with T.Then(), T.serial(dim) as e:
-                put(kv_open, h[e], at, layer, head, part, e * page + offset if part == 0 else offset * dim + e)
+                put(
+                    kv_open, h[e], at, layer, head, part, e * page + offset if part == 0 else offset * dim + e
+                )
             with T.Else(), T.serial(dim) as e:
                 where = e * page + offset if part == 0 else offset * dim + e
                 put(kv_workspace, h[e], at - num_open, head, part, where)
@@ -89,9 +92,7 @@ def kv_append(
         kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
         faults = T.match_buffer(faults_h, (fault_rows, 2), "int32")
         q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        for_rows(
-            n, append_row, qkv, rope, slots, layer, kv_open, kv_workspace, num_open, faults, q
-        )
+        for_rows(n, append_row, qkv, rope, slots, layer, kv_open, kv_workspace, num_open, faults, q)
 
     return kv_append
 
@@ -104,6 +105,7 @@ def rope_table(half: int, attention_factor: float) -> tirx.PrimFunc:
     Arguments of the kernel: positions ``int32[n]``, inverse_frequency ``float32[half]``, out
     ``float32[n, 2 * half]``: cosines, then sines, times the attention factor of the RoPE scaling.
     """
+
     @T.prim_func(s_tir=True, private=True)
     def rope_table(positions_h: T.handle, frequency: T.Buffer((half,), "float32"), out_h: T.handle):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})

@@ -75,7 +75,12 @@ def _seal_keys(pool, unit, kt, layout: KVLayout, lanes: int, red):
         halves = [
             T.cast(T.reinterpret("uint16", T.cast(low[w * 2 + i], "float16")), "uint32") for i in range(2)
         ]
-        put(pool, T.bitwise_or(halves[0], T.shift_left(halves[1], T.uint32(16))), *unit, w + layout.k_min_offset)
+        put(
+            pool,
+            T.bitwise_or(halves[0], T.shift_left(halves[1], T.uint32(16))),
+            *unit,
+            w + layout.k_min_offset,
+        )
     with T.serial(dim * per_lane // CODES_PER_CHUNK) as chunk:
         for sub in range(K_LANES // lanes):
             words: list = [None] * bits

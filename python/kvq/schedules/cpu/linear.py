@@ -2,8 +2,8 @@
 
 Weights lie in blocks of 16 output rows so that rows sit in lanes:
 
-``int4``      codes ``uint32[N/16, K/32, 4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b`` of the group in
-              its low half and input ``16 + 4w + b`` in its high half; scales ``float16[N/16, K/32, 16]``.
+``int4``      codes ``uint32[N/16, K/32, 4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b`` of a group
+              in its low half and input ``16 + 4w + b`` in its high half; scales ``float16[N/16, K/32, 16]``.
 ``float``     ``[N/16, K, 16]`` in the stored dtype.
 
 Two kernels share them. ``linear_int8`` multiplies int4 codes by activations quantized to int8 per group of
@@ -18,7 +18,6 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .row_ops import vector_lanes
 from .vector import CpuIsa, constant, fma, for_rows, intrinsic, put, reduce_lanes, rint, run, splat
 
 #: Output rows of a block of weights.
@@ -113,7 +112,9 @@ def _group_dot(low, high, x, offset, isa: CpuIsa):
     total = splat(offset, lanes)
     for code, value in pairs:
         for byte in range(4):
-            c = T.bitwise_and(T.shift_right(code, splat(T.uint32(8 * byte), lanes)), splat(T.uint32(15), lanes))
+            c = T.bitwise_and(
+                T.shift_right(code, splat(T.uint32(8 * byte), lanes)), splat(T.uint32(15), lanes)
+            )
             signed = T.shift_right(T.shift_left(value, T.int32(24 - 8 * byte)), T.int32(24))
             total = total + T.reinterpret(f"int32x{lanes}", c) * splat(signed, lanes)
     return total

@@ -30,6 +30,7 @@ from .vector import (
     extract_code,
     fma,
     half_to_float,
+    prefetch,
     put,
     reduce_lanes,
     row_page_to_float,
@@ -40,7 +41,7 @@ from .vector import (
 #: Most rows of an attention task.
 TILE_ROWS = 16
 #: Key pages of a split.
-SPLIT_PAGES = 16
+SPLIT_PAGES = 4
 #: Floats of a scratch slot beyond the head_dim: the maximum and the sum.
 SCRATCH_EXTRA = 8
 
@@ -101,7 +102,11 @@ class _Kernel:
         with T.serial(dim // 8) as j:
             code = T.reinterpret("uint8x8", pool[(*unit, run(j * 2 + layout.k_scale_offset, 2))])
             log_code = T.cast(code, "int32x8") + splat(origin, 8)
-            put(scale, T.reinterpret("float32x8", T.shift_left(log_code, splat(T.int32(19), 8))), run(j * 8, 8))
+            put(
+                scale,
+                T.reinterpret("float32x8", T.shift_left(log_code, splat(T.int32(19), 8))),
+                run(j * 8, 8),
+            )
             put(minimum, half_to_float(pool[(*unit, run(j * 4 + layout.k_min_offset, 4))], 8), run(j * 8, 8))
         with T.serial(dim * per_lane // CODES_PER_CHUNK) as chunk:
             for sub in range(K_LANES // lanes):
@@ -153,7 +158,7 @@ class _Kernel:
 
         ``local`` is the first of the heads within the state; the first ``valid`` tokens count.
         """
-        m, l, o = state
+        peak, sums, acc_out = state
         lanes, page = self.lanes, self.page
         vectors = page // lanes
         width = self.width_for(vectors)
@@ -181,9 +186,9 @@ class _Kernel:
             most = scores[r, run(0, lanes)]
             for j in range(1, vectors):
                 most = T.bind(T.max(most, scores[r, run(j * lanes, lanes)]))
-            before = T.bind(m[local + r])
+            before = T.bind(peak[local + r])
             now = T.bind(T.max(before, reduce_lanes(T.max, most, red, lanes)))
-            put(m, now, local + r)
+            put(peak, now, local + r)
             total = None
             for j in range(vectors):
                 at = run(j * lanes, lanes)
@@ -193,15 +198,15 @@ class _Kernel:
                 put(scores, weight, r, at)
                 total = weight if total is None else T.bind(total + weight)
             fade = T.bind(exp(splat(before - now, lanes), lanes))
-            put(l, fma(l[local + r, run(0, lanes)], fade, total, lanes), local + r, run(0, lanes))
-            self._scale_row(o, local + r, before - now)
+            put(sums, fma(sums[local + r, run(0, lanes)], fade, total, lanes), local + r, run(0, lanes))
+            self._scale_row(acc_out, local + r, before - now)
         lanes, vectors = self.d_lanes, self.dim // self.d_lanes
         width = self.width_for(vectors)
         with T.serial(vectors // width) as block:
             acc = T.sblock_alloc_buffer((heads, width, lanes), "float32")
             for r in range(heads):
                 for j in range(width):
-                    put(acc, o[local + r, run((block * width + j) * lanes, lanes)], r, j, run(0, lanes))
+                    put(acc, acc_out[local + r, run((block * width + j) * lanes, lanes)], r, j, run(0, lanes))
             with T.serial(valid) as t:
                 weight = [T.bind(splat(scores[r, t], lanes)) for r in range(heads)]
                 for j in range(width):
@@ -210,7 +215,7 @@ class _Kernel:
                         put(acc, fma(weight[r], value, acc[r, j, run(0, lanes)], lanes), r, j, run(0, lanes))
             for r in range(heads):
                 for j in range(width):
-                    put(o, acc[r, j, run(0, lanes)], local + r, run((block * width + j) * lanes, lanes))
+                    put(acc_out, acc[r, j, run(0, lanes)], local + r, run((block * width + j) * lanes, lanes))
 
     def _scale_row(self, o, index, log_factor) -> None:
         lanes = self.d_lanes
@@ -230,28 +235,28 @@ class _Kernel:
             self.attend(q, row, head * group + done, local + done, rest, kt, v, valid, scores, red, state)
 
     # ---- splits --------------------------------------------------------------------------------
-    def merge(self, total, index, m, l, o, o_index) -> None:
-        """Merge a split (maximum ``m``, sum ``l``, scalars; ``o[o_index, D]``) into ``total[index]``."""
+    def merge(self, total, index, peak, added, source, source_index) -> None:
+        """Merge a split into ``total[index]``: its maximum, its sum, and ``source[source_index, D]``."""
         total_m, total_l, total_o = total
         lanes = self.d_lanes
-        now = T.bind(T.max(total_m[index], m))
+        now = T.bind(T.max(total_m[index], peak))
         fade = T.bind(exp(splat(total_m[index] - now, lanes), lanes))
-        gain = T.bind(exp(splat(m - now, lanes), lanes))
+        gain = T.bind(exp(splat(peak - now, lanes), lanes))
         put(total_m, now, index)
         old = total_l[index, run(0, lanes)]
-        put(total_l, fma(splat(l, lanes), gain, old * fade, lanes), index, run(0, lanes))
+        put(total_l, fma(splat(added, lanes), gain, old * fade, lanes), index, run(0, lanes))
         with T.serial(self.dim // lanes) as j:
             at = run(j * lanes, lanes)
             faded = total_o[index, at] * fade
-            put(total_o, fma(o[(*o_index, at)], gain, faded, lanes), index, at)
+            put(total_o, fma(source[(*source_index, at)], gain, faded, lanes), index, at)
 
     def clear(self, state, index, sum_lanes: int) -> None:
         """Start the state at ``index`` from nothing."""
-        m, l, o = state
-        put(m, T.float32(MASKED), index)
-        put(l, constant(0, sum_lanes), index, run(0, sum_lanes))
+        peak, sums, acc_out = state
+        put(peak, T.float32(MASKED), index)
+        put(sums, constant(0, sum_lanes), index, run(0, sum_lanes))
         with T.serial(self.dim // self.d_lanes) as j:
-            put(o, constant(0, self.d_lanes), index, run(j * self.d_lanes, self.d_lanes))
+            put(acc_out, constant(0, self.d_lanes), index, run(j * self.d_lanes, self.d_lanes))
 
     def finish(self, total, index, out, row, head, x, t) -> None:
         """Divide by the sum, undo the rotation of V and write ``out[row, head]``."""
@@ -303,7 +308,11 @@ class _Kernel:
                     with T.Then():
                         self.load_own(kv_open, kv_workspace, num_open, own, layer, head, kt, v)
                     with T.Else():
-                        page = T.bind(T.cast(table[tasks[at, 2] + j], "int64"))
+                        here, after = j, T.min(j + 1, own_page - 1)
+                        page, following = (
+                            T.bind(T.cast(table[tasks[at, 2] + i], "int64")) for i in (here, after)
+                        )
+                        prefetch(pool, (following, layer, head), layout.unit_words)
                         self.load_sealed(pool, (page, layer, head), kt, v)
                 with T.serial(num_rows) as i:
                     row = T.bind(first_row + i)
@@ -311,19 +320,19 @@ class _Kernel:
                     valid = T.bind(T.Select(j == own_page, seen, T.int32(self.page)))
                     self.attend_group(q, row, head, i * group, kt, v, valid, scores, red, split)
             with T.serial(num_rows * group) as i:
-                m, l, o = split
-                add = T.bind(reduce_lanes(lambda a, b: a + b, l[i, run(0, lanes)], red, lanes))
+                peak, sums, acc_out = split
+                add = T.bind(reduce_lanes(lambda a, b: a + b, sums[i, run(0, lanes)], red, lanes))
                 slot = T.bind(tasks[at, 6])
                 with T.If(slot < 0):
                     with T.Then():
-                        self.merge(total, i, m[i], add, o, (i,))
+                        self.merge(total, i, peak[i], add, acc_out, (i,))
                     with T.Else():
                         where = (T.bind(T.cast(slot + s, "int64")), head * group + i)
-                        put(scratch, m[i], *where, self.dim)
+                        put(scratch, peak[i], *where, self.dim)
                         put(scratch, add, *where, self.dim + 1)
                         with T.serial(self.dim // self.d_lanes) as e:
                             part = run(e * self.d_lanes, self.d_lanes)
-                            put(scratch, o[i, part], *where, part)
+                            put(scratch, acc_out[i, part], *where, part)
         with T.If(tasks[at, 6] < 0), T.Then(), T.serial(num_rows) as i, T.serial(group) as r:
             self.finish(total, i * group + r, out, first_row + i, head * group + r, x, t)
 
@@ -339,8 +348,8 @@ class _Kernel:
         self.clear(total, 0, self.d_lanes)
         with T.serial(merges[at, 2]) as s:
             slot = T.bind(T.cast(merges[at, 1] + s, "int64"))
-            m, l = T.bind(scratch[slot, head, self.dim]), T.bind(scratch[slot, head, self.dim + 1])
-            self.merge(total, 0, m, l, scratch, (slot, head))
+            peak, added = (T.bind(scratch[slot, head, self.dim + i]) for i in range(2))
+            self.merge(total, 0, peak, added, scratch, (slot, head))
         self.finish(total, 0, out, merges[at, 0], head, x, t)
 
 
@@ -352,7 +361,12 @@ def paged_attention(layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -
     place) and out ``dtype[n, Hq, D]``.
     """
     kernel = _Kernel(layout, num_heads, dtype, isa)
-    dim, layers, kv_heads, unit = layout.head_dim, layout.num_layers, layout.num_kv_heads, layout.values_per_unit
+    dim, layers, kv_heads, unit = (
+        layout.head_dim,
+        layout.num_layers,
+        layout.num_kv_heads,
+        layout.values_per_unit,
+    )
     row_dtype, unit_words = layout.row_dtype, layout.unit_words
 
     @T.prim_func(s_tir=True, private=True)

@@ -100,6 +100,14 @@ def half_to_float(words, lanes):
     return T.cast(T.reinterpret(f"float16x{lanes}", words), f"float32x{lanes}")
 
 
+def prefetch(buffer, start, words):
+    """Ask for ``words`` 32-bit words of ``buffer[start]`` ahead of their use: pages lie scattered."""
+    with T.unroll(-(-words // 16)) as line:
+        address = T.address_of(buffer[(*start, line * 16)])
+        name = T.uint32(_intrinsic("llvm.prefetch"))
+        T.evaluate(T.call_llvm_intrin(name, address, T.int32(0), T.int32(3), T.int32(1), dtype="void"))
+
+
 def code_to_float(codes, lanes):
     """Unsigned integer codes as float32 (through int32: there is no unsigned conversion in AVX2)."""
     return T.cast(T.reinterpret(f"int32x{lanes}", codes), f"float32x{lanes}")
@@ -116,7 +124,9 @@ def extract_code(word, index, bits, lanes):
     if bits == 3 and index >= 30:
         code = None
         for i in range(3):
-            bit = T.bitwise_and(T.shift_right(word(i), splat(T.uint32(index), lanes)), splat(T.uint32(1), lanes))
+            bit = T.bitwise_and(
+                T.shift_right(word(i), splat(T.uint32(index), lanes)), splat(T.uint32(1), lanes)
+            )
             bit = T.shift_left(bit, splat(T.uint32(i), lanes)) if i else bit
             code = bit if code is None else T.bitwise_or(code, bit)
         return code

@@ -1,0 +1,179 @@
+"""Drives the cache's kernels step by step, beside a numpy oracle that holds every row."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import cache
+
+import numpy as np
+import tvm
+
+from kvq.compiler.target import cpu_target
+from kvq.layout import KVLayout
+from kvq.quantization import kv_codec
+from kvq.runtime.kv_cache import PagedKVCache
+from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.schedules.cpu.kv_append import kv_append
+from kvq.schedules.cpu.kv_seal import kv_carry, kv_seal
+from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, SPLIT_PAGES, TILE_ROWS, paged_attention
+
+
+def build(func: tvm.tirx.PrimFunc, opt: str = "O2"):
+    """Compile one kernel for this machine."""
+    return tvm.compile(func.with_attr("global_symbol", "main"), target=cpu_target(opt).target)["main"]
+
+
+def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.ascontiguousarray(array))
+
+
+@cache
+def cache_kernels(layout: KVLayout, num_heads: int, opt: str):
+    isa = cpu_target(opt).isa
+    scale = layout.head_dim**-0.5
+    return (
+        build(kv_append(layout, num_heads, layout.head_dim, scale, "float32", isa), opt),
+        build(kv_seal(layout, isa), opt),
+        build(paged_attention(layout, num_heads, "float32", isa), opt),
+        build(kv_carry(layout, isa), opt),
+    )
+
+
+class CacheRig:
+    """One layer of a model's cache, ``layer`` of ``layout.num_layers``."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        group: int,
+        *,
+        layer: int = 0,
+        num_pages: int = 40,
+        num_open: int = 4,
+        threads: int = 2,
+        slots: int = 64,
+        opt: str = "O2",
+        seed: int = 0,
+    ) -> None:
+        self.layout, self.layer, self.threads = layout, layer, threads
+        self.num_heads = group * layout.num_kv_heads
+        self.kernels = cache_kernels(layout, self.num_heads, opt)
+        self.rng = np.random.default_rng(seed)
+        num_workspace = 12
+        # stale contents: NaN rows and random words must never be seen
+        self.pool = tensor(self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32))
+        self.open = tensor(np.full(layout.open_shape(num_open), np.nan, layout.row_dtype))
+        self.workspace = tensor(np.full(layout.workspace_shape(num_workspace), np.nan, layout.row_dtype))
+        self.scratch = tensor(
+            np.full((slots, self.num_heads, layout.head_dim + SCRATCH_EXTRA), np.nan, np.float32)
+        )
+        self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self._copy_open)
+        pages = [self.cache.pool.allocate() for _ in range(num_pages)]
+        for page in self.rng.permutation(pages):  # what is given out next lies scattered
+            self.cache.pool.release(int(page))
+        self.plan = StepPlan(self.cache, 1024, num_pages * num_open, SPLIT_PAGES, slots, TILE_ROWS)
+        self.rows: dict[Hashable, list[tuple[np.ndarray, np.ndarray]]] = {}
+
+    def _copy_open(self, src: int, dst: int) -> None:
+        rows = np.from_dlpack(self.open)
+        rows[dst] = rows[src]
+
+    def random_rows(self, n: int) -> np.ndarray:
+        """qkv float32 ``[n, Hq + 2 H, D]``."""
+        total = self.num_heads + 2 * self.layout.num_kv_heads
+        return self.rng.standard_normal((n, total, self.layout.head_dim)).astype(np.float32)
+
+    def step(self, requests: list[tuple[Hashable, int]], qkv: np.ndarray) -> np.ndarray:
+        """Run a step and return its output, float32 ``[n, Hq, D]``."""
+        layout, plan = self.layout, build_step(self.plan, requests, self.threads)
+        n = plan.num_rows
+        append, seal, attend, carry = self.kernels
+        rope = np.concatenate(
+            [np.ones((n, layout.head_dim // 2)), np.zeros((n, layout.head_dim // 2))], axis=1
+        )
+        q, out = tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32)), None
+        counts, faults = tensor(plan.plan_counts), tensor(plan.kv_faults)
+        append(
+            tensor(qkv), tensor(rope.astype(np.float32)), tensor(plan.append_slots[:n]), self.layer,
+            self.open, self.workspace, faults, q,
+        )  # fmt: skip
+        self.faults = faults.numpy()[:n]
+        self._record(requests, plan.append_slots[:n])
+        seal(self.open, self.workspace, counts, tensor(plan.seal_tasks), self.layer, self.pool)
+        out = tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32))
+        attend(
+            q, self.pool, self.workspace, tensor(plan.positions[:n]), tensor(plan.page_table), counts,
+            tensor(plan.attention_tasks), tensor(plan.merge_tasks), self.layer, self.open, self.scratch, out,
+        )  # fmt: skip
+        carry(self.workspace, counts, tensor(plan.carry_tasks), self.layer, self.open)
+        plan.commit()
+        return out.numpy()
+
+    def _record(self, requests: list[tuple[Hashable, int]], slots: np.ndarray) -> None:
+        """Keep what ``kv_append`` stored: rows of K and V ``[H, D]``, V rotated if it is quantized."""
+        layout, rows = self.layout, []
+        opened, workspace = self.open.numpy()[:, self.layer], self.workspace.numpy()
+        for slot in slots:
+            page, offset = divmod(int(slot), layout.page_size)
+            unit = opened[page] if page < len(opened) else workspace[page - len(opened)]
+            k = unit[:, 0].reshape(-1, layout.head_dim, layout.page_size)[:, :, offset]
+            v = unit[:, 1].reshape(-1, layout.page_size, layout.head_dim)[:, offset]
+            rows.append((k, v))
+        at = 0
+        for sequence, count in requests:
+            self.rows.setdefault(sequence, []).extend(rows[at : at + count])
+            at += count
+
+    def append(
+        self, requests: list[tuple[Hashable, int]], qkv: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Run a step of random rows; returns the output and what the oracle says of it."""
+        qkv = self.random_rows(sum(n for _, n in requests)) if qkv is None else qkv
+        for sequence, _ in requests:
+            if sequence not in self.rows:
+                self.cache.add_sequence(sequence)
+        out = self.step(requests, qkv)
+        heads, kv_heads = self.num_heads, self.layout.num_kv_heads
+        values = qkv[:, heads + kv_heads :]
+        if self.layout.v_bits is not None:
+            values = values @ kv_codec.hadamard(self.layout.head_dim)
+        expected, at = np.empty_like(out), 0
+        for sequence, count in requests:
+            rows = self.rows[sequence]
+            for i, row in enumerate(range(at, at + count)):
+                position = len(rows) - count + i
+                for stored, given in zip(
+                    rows[position], (qkv[row, heads : heads + kv_heads], values[row]), strict=True
+                ):
+                    np.testing.assert_allclose(stored, given, rtol=1e-3, atol=1e-3)
+                expected[row] = self.oracle(qkv[row, :heads], sequence, position)
+            at += count
+        return out, expected
+
+    def oracle(self, q: np.ndarray, sequence: Hashable, position: int) -> np.ndarray:
+        """Attention of one row in numpy, over what the cache holds."""
+        layout, page = self.layout, self.layout.page_size
+        keys, values = (
+            np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence], strict=True)
+        )  # [H, t, D]
+        sealed = position // page * page
+        k, v = [], []
+        for start in range(0, sealed, page):
+            rows = slice(start, start + page)
+            unit = kv_codec.unpack_unit(kv_codec.seal_unit(keys[:, rows], values[:, rows], layout), layout)
+            k.append(unit["k"])
+            v.append(unit["v"])
+        own = slice(sealed, position + 1)
+        k.append(keys[:, own].astype(np.float32))
+        v.append(values[:, own].astype(np.float32))
+        group = self.num_heads // layout.num_kv_heads
+        k, v = (np.repeat(np.concatenate(x, axis=1), group, axis=0) for x in (k, v))
+        scores = np.einsum("hd,htd->ht", q, k) * layout.head_dim**-0.5
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        out = np.einsum("ht,htd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+        return out @ kv_codec.hadamard(layout.head_dim) if layout.v_bits is not None else out
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Largest error relative to the largest expected magnitude."""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
