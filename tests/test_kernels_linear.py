@@ -34,35 +34,42 @@ class Int4Weight:
         build(linear.prepare_blocks(n, groups, "float16"))(tensor(scales), self.scales)
 
 
-def quantized(x: np.ndarray, isa: CpuIsa, kernel=None):
-    n, k = x.shape
-    kernel = kernel or build(linear.quantize_rows(k, isa))
-    parts = empty(n, k // 4, dtype="int32"), empty(n, k // 32), empty(n, k // 32, dtype="int32")
-    kernel(tensor(x), *parts)
-    return parts
+def unpack_quantized(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes int8 [n, K], scales float32 [n, K/32], offsets int32 [n, K/32] of quantized rows."""
+    groups = k // linear.GROUP
+    codes, scales, offsets = np.split(words, [k // 4, k // 4 + groups], axis=1)
+    return codes.copy().view(np.int8), scales.copy().view(np.float32), offsets
 
 
 @pytest.mark.parametrize("isa", [cpu_target().isa, CpuIsa(8, "generic")], ids=["native", "generic"])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_int8_product(n, k, isa):
-    weight = Int4Weight(n, k)
-    x = np.random.default_rng(1).standard_normal((512, k)).astype(np.float32) * 3
+    weight, rng = Int4Weight(n, k), np.random.default_rng(1)
+    x = rng.standard_normal((512, k)).astype(np.float32) * 3
+    residual = rng.standard_normal((512, n)).astype(np.float32)
     x[5, :32] = 0
     quantize, product = build(linear.quantize_rows(k, isa)), build(linear.linear_int8(n, k, isa))
-    results = {}
+    product_add = build(linear.linear_int8(n, k, isa, residual=True))
+    results = []
     for rows in ROWS:
-        codes, scales, offsets = quantized(x[:rows], isa, quantize)
-        y = empty(rows, n)
-        product(codes, scales, offsets, weight.codes, weight.scales, y)
-        results[rows] = (y.numpy(), codes.numpy())
-    for y, codes in results.values():
-        np.testing.assert_array_equal(y, results[512][0][: len(y)])
-        np.testing.assert_array_equal(codes, results[512][1][: len(y)])
-    activations = codes.view(np.int8).reshape(512, -1, 32) * scales.numpy()[..., None]
-    assert np.abs(activations.reshape(512, k) - x).max() <= np.abs(x).max() / 127 / 2 * 1.01
-    expected = activations.reshape(512, k).astype(np.float32) @ weight.value.T
-    assert relative_error(results[512][0], expected) < 3e-6
-    np.testing.assert_array_equal(activations[5, 0], 0)
+        words = empty(rows, linear.quantized_width(k), dtype="int32")
+        y, added = empty(rows, n), empty(rows, n)
+        quantize(tensor(x[:rows]), words)
+        product(words, weight.codes, weight.scales, y)
+        product_add(words, weight.codes, weight.scales, tensor(residual[:rows]), added)
+        np.testing.assert_array_equal(added.numpy(), y.numpy() + residual[:rows])
+        results.append((y.numpy(), words.numpy()))
+    for y, words in results:
+        np.testing.assert_array_equal(y, results[-1][0][: len(y)])
+        np.testing.assert_array_equal(words, results[-1][1][: len(y)])
+    codes, scales, offsets = unpack_quantized(results[-1][1], k)
+    np.testing.assert_array_equal(
+        offsets, -linear.ZERO * codes.reshape(512, -1, 32).sum(axis=2, dtype=np.int32)
+    )
+    activations = (codes.reshape(512, -1, 32) * scales[..., None]).reshape(512, k)
+    assert np.abs(activations - x).max() <= np.abs(x).max() / 127 / 2 * 1.01
+    np.testing.assert_array_equal(activations[5, :32], 0)
+    assert relative_error(results[-1][0], activations @ weight.value.T) < 3e-6
 
 
 @pytest.mark.parametrize("opt", ["O1", "O0"])
@@ -109,24 +116,33 @@ def test_embedding_of_int4_rows_stays_in_the_table():
     np.testing.assert_array_equal(rows.numpy(), weight.value[np.clip(ids, 0, n - 1)])
 
 
-@pytest.mark.parametrize("dim", [48, 576])
+def check_pointwise(make, x: np.ndarray, weights: list[np.ndarray], dim: int, expected: np.ndarray) -> None:
+    """The kernel of ``make(quantize)`` against ``expected``, one row at a time too, plain and quantized."""
+    plain, quantizing = build(make(False)), build(make(True))
+    out, one = empty(len(x), dim), empty(1, dim)
+    plain(tensor(x), *map(tensor, weights), out)
+    plain(tensor(x[:1]), *map(tensor, weights), one)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=2e-6, atol=2e-6)
+    np.testing.assert_array_equal(out.numpy()[:1], one.numpy())
+    words, again = (empty(len(x), linear.quantized_width(dim), dtype="int32") for _ in range(2))
+    quantizing(tensor(x), *map(tensor, weights), words)
+    build(linear.quantize_rows(dim, cpu_target().isa))(out, again)
+    np.testing.assert_array_equal(words.numpy(), again.numpy())
+
+
+@pytest.mark.parametrize("dim", [96, 576])
 def test_rms_norm(dim):
     rng = np.random.default_rng(4)
     x, weight = rng.standard_normal((70, dim)).astype(np.float32) * 5, rng.random(dim).astype(np.float32)
-    kernel = build(rms_norm(dim, 1e-5, cpu_target().isa))
-    out, one = empty(70, dim), empty(1, dim)
-    kernel(tensor(x), tensor(weight), out)
-    kernel(tensor(x[:1]), tensor(weight), one)
     expected = x / np.sqrt((x**2).mean(axis=1, keepdims=True) + 1e-5) * weight
-    assert relative_error(out.numpy(), expected) < 1e-6
-    np.testing.assert_array_equal(out.numpy()[:1], one.numpy())
+    check_pointwise(
+        lambda quantize: rms_norm(dim, 1e-5, cpu_target().isa, quantize), x, [weight], dim, expected
+    )
 
 
 def test_silu_gate_far_from_zero():
-    x = np.random.default_rng(5).standard_normal((9, 96)).astype(np.float32) * 20
+    x = np.random.default_rng(5).standard_normal((9, 128)).astype(np.float32) * 20
     x[0, :4] = [-200, 200, 0, -88]
-    out = empty(9, 48)
-    build(silu_gate(48, cpu_target().isa))(tensor(x), out)
-    gate, up = x[:, :48].astype(np.float64), x[:, 48:]
+    gate, up = x[:, :64].astype(np.float64), x[:, 64:]
     expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(out.numpy(), expected, rtol=2e-6, atol=1e-6)
+    check_pointwise(lambda quantize: silu_gate(64, cpu_target().isa, quantize), x, [], 64, expected)

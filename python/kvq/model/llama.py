@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tvm import tirx
+from tvm import relax, tirx
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 from tvm.relax.frontend.nn.llm.kv_cache import PagedKVCache
@@ -106,7 +106,8 @@ class LlamaForCausalLM(nn.Module):
         self, input_ids: nn.Tensor, logit_positions: nn.Tensor, paged_kv_cache: PagedKVCache
     ) -> tuple[nn.Tensor, PagedKVCache]:
         """``input_ids`` int32 [1, n]; logits float32 [1, m, V] of the ``logit_positions`` int32 [m]."""
-        x = op.take(self.model(input_ids, paged_kv_cache), logit_positions, axis=0)
+        x = self.model(input_ids, paged_kv_cache)
+        x = op.wrap_nested(relax.op.take(x._expr, logit_positions._expr, axis=0, mode="clip"), "logit_rows")
         logits = self._logits(x)
         return op.reshape(logits, (1, *logits.shape)), paged_kv_cache
 

@@ -1,7 +1,12 @@
-"""FusePointwise: RMS norm and the gated activation as one vectorized kernel each.
+"""FusePointwise: what stands between two matrix products becomes one vectorized kernel, or none.
 
-``multiply(silu(a), b)`` where a and b are the halves of one ``split`` becomes ``silu_gate``; ``rms_norm`` of
-float32 rows becomes our kernel. Everything else is left to Relax's own fusion.
+- ``rms_norm`` of float32 rows, and ``multiply(silu(a), b)`` where a and b are the halves of one ``split``,
+  become our kernels;
+- ``quantize_rows`` of such a kernel's result becomes part of it;
+- the addition of a residual to a ``linear_int8`` becomes part of the product;
+- a reshape of a reshape becomes one.
+
+Everything else is left to Relax's own fusion.
 """
 
 from __future__ import annotations
@@ -13,15 +18,34 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from kvq.schedules.cpu.linear import GROUP, linear_int8
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
 from kvq.schedules.cpu.vector import CpuIsa
 
 _NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
 _MULTIPLY, _SPLIT = Op.get("relax.multiply"), Op.get("relax.split")
+_ADD, _RESHAPE = Op.get("relax.add"), Op.get("relax.reshape")
+_CALL_TIR = Op.get("relax.call_tir")
 
 
 def _is_rows(ty: Any) -> bool:
     return isinstance(ty, relax.TensorType) and ty.ndim == 2 and str(ty.dtype) == "float32"
+
+
+def _is_kernel(expr: relax.Expr | None, prefix: str) -> bool:
+    """Whether ``expr`` is ``call_tir`` of a kernel whose name starts with ``prefix``."""
+    return isinstance(expr, relax.Call) and expr.op == _CALL_TIR and expr.args[0].name_hint.startswith(prefix)
+
+
+def _count_uses(func: relax.Function) -> dict[relax.Var, int]:
+    """How many bindings of the function use each variable; its result counts as one."""
+    uses: dict[relax.Var, int] = {}
+    body = func.body
+    values = [binding.value for block in body.blocks for binding in block.bindings]
+    for value in [*values, body.body]:
+        for var in relax.analysis.free_vars(value):
+            uses[var] = uses.get(var, 0) + 1
+    return uses
 
 
 @mutator
@@ -30,10 +54,14 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self.mod, self.isa = mod, isa
         self.kernels: dict[str, GlobalVar] = {}
+        #: builders of the quantizing variants, by the name of the plain kernel
+        self.quantizing: dict[str, Any] = {}
+        self.uses: dict[relax.Var, int] = {}
 
     def transform(self) -> IRModule:
         for gv, func in self.mod.functions_items():
             if isinstance(func, relax.Function):
+                self.uses = _count_uses(func)
                 self.builder_.update_func(gv, self.visit_expr(func))
         return self.builder_.get()
 
@@ -43,6 +71,7 @@ class _Rewriter(PyExprMutator):
         return self.kernels[name]
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
+        once = [isinstance(arg, relax.Var) and self.uses.get(arg) == 1 for arg in call.args]
         call = super().visit_call_(call)
         if not isinstance(call, relax.Call):
             return call
@@ -51,16 +80,54 @@ class _Rewriter(PyExprMutator):
             and _is_rows(call.args[0].ty)
             and [int(a) for a in call.attrs.axes] in ([-1], [1])
         ):
-            dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
-            kernel = self.kernel(f"rms_norm_{dim}", lambda: rms_norm(dim, eps, self.isa))
-            return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
+            return self.norm(call)
         if call.op == _MULTIPLY:
-            source = self._gated(*call.args)
-            if source is not None:
-                dim = int(source.ty.shape[1]) // 2
-                kernel = self.kernel(f"silu_gate_{dim}", lambda: silu_gate(dim, self.isa))
-                return relax.call_tir(kernel, [source], out_ty=call.ty)
+            return self.gate(call)
+        if call.op == _ADD and _is_rows(call.ty) and once[1]:
+            return self.residual(call)
+        if _is_kernel(call, "quantize_rows_"):
+            return self.quantize(call)
+        if call.op == _RESHAPE:
+            inner = self._value(call.args[0])
+            if isinstance(inner, relax.Call) and inner.op == _RESHAPE:
+                return relax.op.reshape(inner.args[0], call.args[1])
         return call
+
+    def norm(self, call: relax.Call) -> relax.Expr:
+        dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
+        name = f"rms_norm_{dim}_{eps:g}".replace("-", "m").replace(".", "_")
+        self.quantizing[name] = lambda: rms_norm(dim, eps, self.isa, quantize=True)
+        kernel = self.kernel(name, lambda: rms_norm(dim, eps, self.isa))
+        return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
+
+    def gate(self, call: relax.Call) -> relax.Expr:
+        source = self._gated(*call.args)
+        if source is None:
+            return call
+        dim = int(source.ty.shape[1]) // 2
+        name = f"silu_gate_{dim}"
+        self.quantizing[name] = lambda: silu_gate(dim, self.isa, quantize=True)
+        kernel = self.kernel(name, lambda: silu_gate(dim, self.isa))
+        return relax.call_tir(kernel, [source], out_ty=call.ty)
+
+    def quantize(self, call: relax.Call) -> relax.Expr:
+        """``quantize_rows(kernel(...))`` to the quantizing variant of the kernel."""
+        inner = self._value(call.args[1].fields[0])
+        if not (_is_kernel(inner, "") and inner.args[0].name_hint in self.quantizing):
+            return call
+        name = inner.args[0].name_hint
+        kernel = self.kernel(f"{name}_quantize", self.quantizing[name])
+        return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
+
+    def residual(self, call: relax.Call) -> relax.Expr:
+        """``add(x, linear_int8(...))`` to ``linear_int8_add(..., x)``."""
+        inner, x = self._value(call.args[1]), call.args[0]
+        if not _is_kernel(inner, "linear_int8_") or not _is_rows(x.ty):
+            return call
+        quantized, codes, scales = inner.args[1].fields
+        n, k = int(call.ty.shape[1]), int(codes.ty.shape[1]) * GROUP
+        kernel = self.kernel(f"linear_int8_add_{n}x{k}", lambda: linear_int8(n, k, self.isa, residual=True))
+        return relax.call_tir(kernel, [quantized, codes, scales, x], out_ty=call.ty)
 
     def _value(self, expr: relax.Expr) -> relax.Expr | None:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None

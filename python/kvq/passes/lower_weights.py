@@ -229,17 +229,11 @@ class _Rewriter(PyExprMutator):
             name = f"linear_{self.kind}_{n}x{k}"
             kernel = self.kernel(name, lambda: linear.linear_float(n, k, self.kind, isa))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
-        groups = k // linear.GROUP
-        types = [
-            relax.TensorType((rows, k // 4), "int32"),
-            relax.TensorType((rows, groups), "float32"),
-            relax.TensorType((rows, groups), "int32"),
-        ]
+        row_type = relax.TensorType((rows, linear.quantized_width(k)), "int32")
         quantize = self.kernel(f"quantize_rows_{k}", lambda: linear.quantize_rows(k, isa))
-        quantized = emit(relax.call_tir(quantize, [x], out_ty=types))
-        parts = [emit(relax.TupleGetItem(quantized, i)) for i in range(3)]
+        quantized = emit(relax.call_tir(quantize, [x], out_ty=row_type))
         kernel = self.kernel(f"linear_int8_{n}x{k}", lambda: linear.linear_int8(n, k, isa))
-        return relax.call_tir(kernel, [*parts, *self.stored(weight)], out_ty=out)
+        return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         tensor = self.plan.tensors[self.plan.index[weight][0]]

@@ -35,44 +35,56 @@ def num_blocks(n: int) -> int:
     return -(-n // BLOCK)
 
 
-def quantize_rows(k: int, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the kernel that quantizes activations per group of 32.
+def quantized_width(k: int) -> int:
+    """int32 words of a quantized row: codes, four a word, then scales (float32), then offsets."""
+    return k // 4 + 2 * (k // GROUP)
 
-    Arguments of the kernel: x ``float32[n, K]``; codes ``int32[n, K/4]`` (four int8 each), scales
-    ``float32[n, K/32]`` and offsets ``int32[n, K/32]`` = -ZERO times the sum of a group's codes.
+
+def emit_quantize_row(read, out, i, k: int, isa: CpuIsa) -> None:
+    """Quantize a row per group of 32 into ``out[i]``.
+
+    ``read(start)`` gives ``isa.lanes`` float32 numbers of the row. A group's scale is its largest magnitude
+    / 127; its offset is -ZERO times the sum of its codes, which turns the codes' zero point into zero.
     """
     groups, lanes = k // GROUP, isa.lanes
     vectors = GROUP // lanes
+    red = T.sblock_alloc_buffer((lanes,), "float32")
+    total = T.sblock_alloc_buffer((lanes,), "int32")
+    with T.serial(groups) as g:
+        part = [T.bind(read(g * GROUP + v * lanes)) for v in range(vectors)]
+        most = T.max(part[0], constant(0, lanes) - part[0])
+        for p in part[1:]:
+            most = T.max(most, T.max(p, constant(0, lanes) - p))
+        limit = T.bind(reduce_lanes(T.max, T.bind(most), red, lanes))
+        put(out, T.reinterpret("int32", limit * T.float32(1 / 127)), i, g + k // 4)
+        factor = T.bind(T.float32(127) / T.max(limit, T.float32(1e-30)))
+        added = None
+        for v, p in enumerate(part):
+            code = T.bind(T.cast(rint(p * splat(factor, lanes), lanes), f"int32x{lanes}"))
+            packed = T.reinterpret(f"int32x{lanes // 4}", T.cast(code, f"int8x{lanes}"))
+            put(out, packed, i, run(g * (GROUP // 4) + v * (lanes // 4), lanes // 4))
+            added = code if added is None else added + code
+        all_codes = reduce_lanes(lambda a, b: a + b, T.bind(added), total, lanes)
+        put(out, all_codes * T.int32(-ZERO), i, g + (k // 4 + groups))
 
-    def quantize_row(i, x, codes, scales, offsets):
-        red = T.sblock_alloc_buffer((lanes,), "float32")
-        total = T.sblock_alloc_buffer((lanes,), "int32")
-        with T.serial(groups) as g:
-            part = [T.bind(x[i, run(g * GROUP + v * lanes, lanes)]) for v in range(vectors)]
-            most = T.max(part[0], constant(0, lanes) - part[0])
-            for p in part[1:]:
-                most = T.max(most, T.max(p, constant(0, lanes) - p))
-            limit = T.bind(reduce_lanes(T.max, T.bind(most), red, lanes))
-            put(scales, limit * T.float32(1 / 127), i, g)
-            factor = T.bind(T.float32(127) / T.max(limit, T.float32(1e-30)))
-            added = None
-            for v, p in enumerate(part):
-                code = T.bind(T.cast(rint(p * splat(factor, lanes), lanes), f"int32x{lanes}"))
-                packed = T.reinterpret(f"int32x{lanes // 4}", T.cast(code, f"int8x{lanes}"))
-                put(codes, packed, i, run(g * (GROUP // 4) + v * (lanes // 4), lanes // 4))
-                added = code if added is None else added + code
-            all_codes = reduce_lanes(lambda a, b: a + b, T.bind(added), total, lanes)
-            put(offsets, all_codes * T.int32(-ZERO), i, g)
+
+def quantize_rows(k: int, isa: CpuIsa) -> tirx.PrimFunc:
+    """Build the kernel that quantizes activations.
+
+    Arguments of the kernel: x ``float32[n, K]``, out ``int32[n, quantized_width(K)]``.
+    """
+    width = quantized_width(k)
+
+    def quantize_row(i, x, out):
+        emit_quantize_row(lambda start: x[i, run(start, isa.lanes)], out, i, k, isa)
 
     @T.prim_func(s_tir=True, private=True)
-    def quantize_rows(x_h: T.handle, codes_h: T.handle, scales_h: T.handle, offsets_h: T.handle):
+    def quantize_rows(x_h: T.handle, out_h: T.handle):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_h, (n, k), "float32")
-        codes = T.match_buffer(codes_h, (n, k // 4), "int32")
-        scales = T.match_buffer(scales_h, (n, groups), "float32")
-        offsets = T.match_buffer(offsets_h, (n, groups), "int32")
-        for_rows(n, quantize_row, x, codes, scales, offsets)
+        out = T.match_buffer(out_h, (n, width), "int32")
+        for_rows(n, quantize_row, x, out)
 
     return quantize_rows
 
@@ -167,18 +179,19 @@ def _for_tiles(n, rows: int, tile) -> None:
         tile(whole * rows + i, 1)
 
 
-def linear_int8(n_out: int, k: int, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the product of int8 activations with int4 weights.
+def linear_int8(n_out: int, k: int, isa: CpuIsa, residual: bool = False) -> tirx.PrimFunc:
+    """Build the product of int8 activations with int4 weights, plus a residual if asked.
 
-    Arguments of the kernel: the three outputs of :func:`quantize_rows`, weight codes and scales (module
-    docstring), y ``float32[n, N]``.
+    Arguments of the kernel: quantized rows ``int32[n, quantized_width(K)]``, weight codes and scales (module
+    docstring), the residual ``float32[n, N]`` if there is one, y ``float32[n, N]``.
     """
-    blocks, groups, lanes = num_blocks(n_out), k // GROUP, isa.lanes
+    blocks, groups, lanes, width = num_blocks(n_out), k // GROUP, isa.lanes, quantized_width(k)
     rows = 8 if lanes == 16 else 4
 
-    def block_rows(block, codes, scales, offsets, w, s, y, n):
+    def block_rows(block, x, w, s, res, y, n):
         out = _Output(y, n_out, lanes)
         acc = T.sblock_alloc_buffer((rows, lanes), "float32")
+        add = T.sblock_alloc_buffer((1, lanes), "float32")
 
         def tile(first, count):
             for part in range(BLOCK // lanes):
@@ -193,37 +206,61 @@ def linear_int8(n_out: int, k: int, isa: CpuIsa) -> tirx.PrimFunc:
                     high = [T.bind(T.bitwise_and(word, mask)) for word in shifted]
                     scale = T.bind(T.cast(s[block, g, at], f"float32x{lanes}"))
                     for r in range(count):
-                        x = [codes[first + r, g * 8 + j] for j in range(8)]
-                        dot = _group_dot(low, high, x, offsets[first + r, g], isa)
-                        factor = scale * splat(scales[first + r, g], lanes)
+                        row = first + r
+                        codes = [x[row, g * (GROUP // 4) + j] for j in range(GROUP // 4)]
+                        dot = _group_dot(low, high, codes, x[row, g + (k // 4 + groups)], isa)
+                        factor = scale * splat(T.reinterpret("float32", x[row, g + k // 4]), lanes)
                         total = fma(T.cast(dot, f"float32x{lanes}"), factor, acc[r, run(0, lanes)], lanes)
                         put(acc, total, r, run(0, lanes))
                 for r in range(count):
+                    if residual:
+                        _Output(res, n_out, lanes).load(first + r, block, part, add, (0,))
+                        put(acc, acc[r, run(0, lanes)] + add[0, run(0, lanes)], r, run(0, lanes))
                     out.store(first + r, block, part, acc, (r,))
 
         _for_tiles(n, rows, tile)
 
+    if residual:
+
+        @T.prim_func(s_tir=True, private=True)
+        def linear_int8_add(
+            x_h: T.handle,
+            w: T.Buffer((blocks, groups, 4, BLOCK), "uint32"),
+            s: T.Buffer((blocks, groups, BLOCK), "float16"),
+            res_h: T.handle,
+            y_h: T.handle,
+        ):
+            T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
+            n = T.int64()
+            x = T.match_buffer(x_h, (n, width), "int32")
+            res = T.match_buffer(res_h, (n, n_out), "float32")
+            y = T.match_buffer(y_h, (n, n_out), "float32")
+            for block in T.parallel(blocks):
+                with T.sblock("block"):
+                    vb = T.axis.spatial(blocks, block)
+                    T.reads()
+                    T.writes()
+                    block_rows(vb, x, w, s, res, y, n)
+
+        return linear_int8_add
+
     @T.prim_func(s_tir=True, private=True)
     def linear_int8(
-        codes_h: T.handle,
-        scales_h: T.handle,
-        offsets_h: T.handle,
+        x_h: T.handle,
         w: T.Buffer((blocks, groups, 4, BLOCK), "uint32"),
         s: T.Buffer((blocks, groups, BLOCK), "float16"),
         y_h: T.handle,
     ):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
         n = T.int64()
-        codes = T.match_buffer(codes_h, (n, k // 4), "int32")
-        scales = T.match_buffer(scales_h, (n, groups), "float32")
-        offsets = T.match_buffer(offsets_h, (n, groups), "int32")
+        x = T.match_buffer(x_h, (n, width), "int32")
         y = T.match_buffer(y_h, (n, n_out), "float32")
         for block in T.parallel(blocks):
             with T.sblock("block"):
                 vb = T.axis.spatial(blocks, block)
                 T.reads()
                 T.writes()
-                block_rows(vb, codes, scales, offsets, w, s, y, n)
+                block_rows(vb, x, w, s, None, y, n)
 
     return linear_int8
 

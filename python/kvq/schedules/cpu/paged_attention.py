@@ -127,9 +127,12 @@ class _Kernel:
         layout, dim, lanes = self.layout, self.dim, self.d_lanes
         bits = layout.v_bits or 0
         scale = T.sblock_alloc_buffer((self.page,), "float32")
-        with T.serial(self.page // 8) as j:
-            put(scale, half_to_float(pool[(*unit, run(j * 4 + layout.v_scale_offset, 4))], 8), run(j * 8, 8))
+        offset = T.sblock_alloc_buffer((self.page,), "float32")
         half = float(2 ** (bits - 1))
+        with T.serial(self.page // 8) as j:
+            at = run(j * 8, 8)
+            put(scale, half_to_float(pool[(*unit, run(j * 4 + layout.v_scale_offset, 4))], 8), at)
+            put(offset, scale[at] * constant(-half, 8), at)
         with T.serial(self.page // CODES_PER_CHUNK) as chunk, T.serial(dim // lanes) as j:
             words = [
                 T.bind(pool[(*unit, run((chunk * bits + w) * dim + j * lanes + layout.v_offset, lanes))])
@@ -138,7 +141,7 @@ class _Kernel:
             for i in range(CODES_PER_CHUNK):
                 t = chunk * CODES_PER_CHUNK + i
                 code = code_to_float(extract_code(words.__getitem__, i, bits, lanes), lanes)
-                value = (code - constant(half, lanes)) * splat(scale[t], lanes)
+                value = fma(code, splat(scale[t], lanes), splat(offset[t], lanes), lanes)
                 put(v, value, run(t * dim + j * lanes, lanes))
 
     def load_own(self, kv_open, kv_workspace, num_open, at, layer, head, kt, v) -> None:
