@@ -21,7 +21,7 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm.ir import GlobalVar, IRModule, Op, StringImm
+from tvm.ir import GenericConst, GlobalVar, IRModule, Op, StringImm
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
@@ -89,6 +89,9 @@ class CacheGeometry:
             raise CompileError(f"head_dim of keys ({qk_dim}) and values ({v_dim}) must be equal")
         if heads % kv_heads:
             raise CompileError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
+        factors = args[14]
+        if isinstance(factors, GenericConst) and (factors.value.numpy() != 1).any():
+            raise CompileError("RoPE extension factors (longrope) cannot be compiled")
         rope_mode = int(args[10])
         return cls(
             num_layers=layers,

@@ -1,0 +1,252 @@
+"""Each pass as IR before and after, and the KV rewrite of a foreign module run against numpy.
+
+The texts under ``goldens/ir`` are Relax functions as TVM prints them: ``KVQ_UPDATE_GOLDENS=1`` writes them
+anew, for a reviewer to read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+from tvm.ir import StringImm
+from tvm.relax.frontend import nn
+from tvm.relax.frontend.nn import op, spec
+
+from foreign_module import DIM, HEADS, KV_HEADS, LAYERS, ROTARY, THETA, foreign_module
+from kernel_rig import relative_error, tensor
+from kvq.compiler.target import cpu_target
+from kvq.errors import CompileError
+from kvq.layout import KVLayout
+from kvq.passes.attach_metadata import AttachMetadata
+from kvq.passes.fuse_pointwise import FusePointwise
+from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache, find_creation
+from kvq.passes.lower_weights import LowerWeights, WeightPlan
+from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
+from kvq.runtime.kv_cache import PagedKVCache
+from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, SPLIT_PAGES, TILE_ROWS
+from kvq.schedules.cpu.vector import CpuIsa
+
+GOLDENS = Path(__file__).parent / "goldens" / "ir"
+ISA = CpuIsa(8, "generic")
+
+
+def relax_text(mod: tvm.IRModule) -> str:
+    """The module's Relax functions as text, without their kernels."""
+    lines = []
+    for gv, func in sorted(mod.functions_items(), key=lambda item: item[0].name_hint):
+        if isinstance(func, relax.Function):
+            text = func.with_attr("global_symbol", gv.name_hint).script(show_meta=False)
+            lines += [
+                line for line in text.splitlines() if not line.startswith("#") and "TypeVar" not in line
+            ]
+    return "\n".join(line.rstrip() for line in lines if line.strip()) + "\n"
+
+
+def check(name: str, before: tvm.IRModule, after: tvm.IRModule) -> None:
+    """Compare both texts with the golden ones."""
+    for stage, mod in (("before", before), ("after", after)):
+        path, text = GOLDENS / f"{name}_{stage}.txt", relax_text(mod)
+        if os.environ.get("KVQ_UPDATE_GOLDENS"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        assert text == path.read_text(), f"{path} differs"
+
+
+class Mlp(nn.Module):
+    """A norm, a gated network and a residual; an embedding that is also the output head."""
+
+    def __init__(self) -> None:
+        self.embed = nn.Embedding(48, 64, "float32")
+        self.norm = nn.RMSNorm(64, -1, 1e-5, bias=False, dtype="float32")
+        self.up = nn.Linear(64, 128, True, "float32")
+        self.down = nn.Linear(64, 64, False, "float32")
+
+    def main(self, ids: nn.Tensor) -> nn.Tensor:
+        x = self.embed(ids)
+        gate, up = op.split(self.up(self.norm(x)), 2, axis=-1)
+        x = x + self.down(op.silu(gate) * up)
+        return op.matmul(x, op.permute_dims(self.embed.weight))
+
+
+def mlp_module() -> tuple[tvm.IRModule, list[tuple[str, tuple[int, ...]]]]:
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    mod, params, _ = Mlp().export_tvm(
+        spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
+    )
+    return mod, [(name, tuple(int(s) for s in p.shape)) for name, p in params]
+
+
+def weight_plan(scheme: str, params: list[tuple[str, tuple[int, ...]]]) -> WeightPlan:
+    plan = WeightPlan(WEIGHT_SCHEMES[scheme])
+    for name, shape in params:
+        plan.add(name, shape)
+    return plan
+
+
+def test_kv_rewrite_of_a_foreign_module():
+    before = foreign_module()
+    after = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", ISA)(before)
+    check("lower_kv_cache", before, after)
+    kernels = {gv.name_hint for gv, func in after.functions_items() if not isinstance(func, relax.Function)}
+    assert kernels == {"rope_table", "kv_append_0_125", "kv_seal", "paged_attention", "kv_carry"}
+    again = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", ISA)(after)
+    tvm.ir.assert_structural_equal(again, after)  # nothing is left to rewrite
+
+
+@pytest.mark.parametrize(("scheme", "exact"), [("q4f16_1", False), ("q4f16_1", True), ("q0f16", False)])
+def test_lower_weights(scheme, exact):
+    before, params = mlp_module()
+    after = LowerWeights(weight_plan(scheme, params), exact, ISA)(before)
+    check(f"lower_weights_{scheme}{'_exact' if exact else ''}", before, after)
+
+
+def test_fuse_pointwise():
+    mod, params = mlp_module()
+    before = LowerWeights(weight_plan("q4f16_1", params), False, ISA)(mod)
+    after = relax.transform.DeadCodeElimination(["main"])(FusePointwise(ISA)(before))
+    check("fuse_pointwise", before, after)
+
+
+def test_a_residual_that_is_used_twice_is_not_fused():
+    class Twice(Mlp):
+        def main(self, ids: nn.Tensor) -> nn.Tensor:
+            x = self.embed(ids)
+            y = self.down(x)
+            return (x + y) * y
+
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    mod, params, _ = Twice().export_tvm(
+        spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
+    )
+    plan = weight_plan("q4f16_1", [(name, tuple(int(s) for s in p.shape)) for name, p in params])
+    after = FusePointwise(ISA)(LowerWeights(plan, False, ISA)(mod))
+    assert "linear_int8_add" not in relax_text(after) and "R.add" in relax_text(after)
+
+
+def test_attach_metadata():
+    mod, _ = mlp_module()
+    after = AttachMetadata({"a": [1, "é"]})(mod)
+    machine = relax.VirtualMachine(tvm.compile(after, cpu_target().target), tvm.cpu())
+    assert json.loads(str(machine["_metadata"]())) == {"a": [1, "é"]}
+    tvm.ir.assert_structural_equal(after["main"], mod["main"])
+
+
+def creation_with(**changes: object) -> tvm.IRModule:
+    """The foreign module with arguments of its creation call replaced, by index."""
+    mod = foreign_module()
+    func = mod["create_paged_kv_cache"]
+    binding = func.body.blocks[0].bindings[0]
+    args = list(binding.value.args)
+    for index, value in changes.items():
+        args[int(index[1:]) + 1] = value
+    bb = relax.BlockBuilder()
+    with bb.function("create_paged_kv_cache", list(func.params)):
+        bb.emit_func_output(bb.emit(relax.Call(binding.value.op, args, None, binding.value.ty_args)))
+    mod.update_func(mod.get_global_var("create_paged_kv_cache"), bb.get()["create_paged_kv_cache"])
+    return mod
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a0": StringImm("mla")}, "attention kind 'mla'"),
+        ({"a7": relax.prim_value(128)}, "keys .64. and values .128."),
+        ({"a5": relax.prim_value(3)}, "4 query heads are no multiple of 3"),
+        ({"a13": StringImm('{"rope_type": "spiral"}')}, "rope_scaling 'spiral'"),
+        ({"a14": relax.const(np.full(4, 2, np.float32))}, "extension factors"),
+    ],
+)
+def test_a_cache_that_kvq_does_not_have_is_refused(changes, message):
+    with pytest.raises(CompileError, match=message):
+        LowerPagedKVCache(KVQuantization(), 64, "float16", ISA)(creation_with(**changes))
+
+
+def test_geometry_is_read_from_the_creation_call():
+    found = find_creation(foreign_module())
+    assert found is not None
+    geometry = found[1]
+    assert (geometry.num_layers, geometry.num_heads, geometry.num_kv_heads) == (LAYERS, HEADS, KV_HEADS)
+    assert (geometry.head_dim, geometry.rotary_dim, geometry.rope_theta) == (DIM, ROTARY, THETA)
+    assert geometry.rope_scaling == {"rope_type": "linear", "factor": 2.0} and geometry.dtype == "float16"
+
+
+class ForeignRig:
+    """Runs the rewritten foreign module through the runtime's plans."""
+
+    def __init__(self, kv: KVQuantization, opt: str) -> None:
+        target = cpu_target(opt)
+        mod = LowerPagedKVCache(kv, 64, "float16", target.isa)(foreign_module())
+        pipeline = relax.get_default_pipeline(target.target)
+        executable = tvm.compile(mod, target.target, relax_pipeline=pipeline)
+        self.machine = relax.VirtualMachine(executable, tvm.cpu())
+        self.layout = KVLayout(LAYERS, KV_HEADS, DIM, kv.k_bits, kv.v_bits)
+        self.cache = PagedKVCache(self.layout, 12, 3, 4)
+        self.plan = StepPlan(self.cache, 256, 36, SPLIT_PAGES, 8, TILE_ROWS)
+        self.state = self.machine["create_paged_kv_cache"](tvm.runtime.ShapeTuple([12, 3, 4]))
+        self.scratch = tensor(np.zeros((8, HEADS, DIM + SCRATCH_EXTRA), np.float32))
+
+    def step(self, requests: list[tuple[str, int]], qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        plan = build_step(self.plan, requests, 2)
+        n = plan.num_rows
+        lists = {name: tensor(getattr(plan, name)) for name in CACHE_PARAMETERS[7:]}
+        rows = {name: tensor(getattr(plan, name)[:n]) for name in CACHE_PARAMETERS[5:7]}
+        before = [np.from_dlpack(x).ctypes.data for x in self.state]
+        out, positions, state = self.machine["batch_decode"](
+            tensor(qkv[:, None]), *self.state, self.scratch, tensor(plan.kv_faults),
+            *rows.values(), *lists.values(), (),
+        )  # fmt: skip
+        assert [np.from_dlpack(x).ctypes.data for x in state] == before  # written in place
+        plan.commit()
+        return out.numpy()[:, 0], positions.numpy()
+
+
+def foreign_oracle(qkv: np.ndarray) -> np.ndarray:
+    """Twice the attention of one sequence (both layers see the same rows), float32."""
+    n, half = len(qkv), ROTARY // 2
+    frequency = THETA ** -(np.arange(half) / half) / 2
+    angle = np.arange(n)[:, None, None] * frequency
+    rotated = qkv.astype(np.float32)
+    a, b = rotated[..., :half].copy(), rotated[..., half:ROTARY].copy()
+    rotated[..., :half] = a * np.cos(angle) - b * np.sin(angle)
+    rotated[..., half:ROTARY] = b * np.cos(angle) + a * np.sin(angle)
+    q, k = rotated[:, :HEADS], np.repeat(rotated[:, HEADS : HEADS + KV_HEADS], HEADS // KV_HEADS, axis=1)
+    v = np.repeat(qkv[:, HEADS + KV_HEADS :].astype(np.float32), HEADS // KV_HEADS, axis=1)
+    scores = np.einsum("ihd,jhd->hij", q, k) * 0.125 + np.triu(np.full((n, n), -1e30), 1)
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    return 2 * np.einsum("hij,jhd->ihd", weights / weights.sum(axis=2, keepdims=True), v)
+
+
+@pytest.mark.parametrize(
+    ("kv", "limit"), [("none", 2e-3), ("int8", 0.02), ("int4", 0.15), ("k=int4:v=int3", 0.3)]
+)
+def test_foreign_module_runs(kv, limit):
+    """Two sequences, chunks across page boundaries and decode: the rewritten module against numpy."""
+    rig = ForeignRig(KVQuantization.parse(kv), "O2")
+    rng = np.random.default_rng(0)
+    rows = {s: rng.standard_normal((150, HEADS + 2 * KV_HEADS, DIM)).astype(np.float16) for s in "ab"}
+    found: dict[str, list[np.ndarray]] = {"a": [], "b": []}
+    done = {"a": 0, "b": 0}
+    for sequence in "ab":
+        rig.cache.add_sequence(sequence)
+    for requests in ([("a", 100)], [("b", 1), ("a", 40)], [("b", 129)], *[[("a", 1), ("b", 1)]] * 10):
+        parts = [rows[s][done[s] : done[s] + count] for s, count in requests]
+        out, positions = rig.step(requests, np.concatenate(parts))
+        expected = np.concatenate([np.arange(done[s], done[s] + count) for s, count in requests])
+        np.testing.assert_array_equal(positions, expected)
+        at = 0
+        for s, count in requests:
+            found[s].append(out[at : at + count])
+            at, done[s] = at + count, done[s] + count
+    errors = []
+    for s in "ab":
+        expected = foreign_oracle(rows[s][: done[s]])
+        errors.append(relative_error(np.concatenate(found[s]).astype(np.float32), expected))
+    assert max(errors) < limit
+    assert kv == "none" or max(errors) > 2e-3  # what was sealed was quantized, and was read
