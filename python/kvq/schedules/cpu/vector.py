@@ -16,6 +16,8 @@ from tvm.target import codegen
 LOG2E = 1.4426950408889634
 #: Score of a masked key: far below any real one, and finite, so that no NaN can come of it.
 MASKED = -1e30
+#: Binary exponent below which ``exp`` gives 0.
+SMALLEST_EXPONENT = -100.0
 #: Rows below which a kernel over rows is not worth a thread-pool launch.
 SERIAL_ROWS = 4
 
@@ -84,15 +86,20 @@ def rint(x, lanes):
 
 
 def exp(x, lanes):
-    """``e**x`` for x <= 0 (clamped near -87); relative error 2e-7, and exactly 1 at 0."""
-    t = T.max(x * constant(LOG2E, lanes), constant(-126.0, lanes))
+    """``e**x`` for x <= 0: relative error 2e-7, exactly 1 at 0, and 0 below 2**-100.
+
+    Smaller results would be denormal after the next product, which costs a hundred cycles each.
+    """
+    scaled = x * constant(LOG2E, lanes)
+    t = T.max(scaled, constant(SMALLEST_EXPONENT, lanes))
     whole = rint(t, lanes)
     part = t - whole
     power = constant(_EXP2[-1], lanes)
     for c in _EXP2[-2::-1]:
         power = fma(power, part, constant(c, lanes), lanes)
     exponent = T.shift_left(T.cast(whole, f"int32x{lanes}"), splat(T.int32(23), lanes))
-    return T.reinterpret(f"float32x{lanes}", T.reinterpret(f"int32x{lanes}", power) + exponent)
+    result = T.reinterpret(f"float32x{lanes}", T.reinterpret(f"int32x{lanes}", power) + exponent)
+    return T.Select(scaled < constant(SMALLEST_EXPONENT, lanes), constant(0, lanes), result)
 
 
 def half_to_float(words, lanes):
