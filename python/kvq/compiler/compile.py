@@ -19,15 +19,15 @@ from kvq.passes.lower_weights import WeightPlan
 from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve
 from kvq.quantization.weights import stored_parameters
+from kvq.runtime.cache_shape import SCRATCH_SLOTS
 from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
 
+from .link import link_shared
 from .target import CpuTarget, target_for
 
 #: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
 #: activations; O2 int8 activations; O3 as O2 (nothing more to gain yet).
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
-#: Partial results of split rows that fit the scratch.
-SCRATCH_SLOTS = 256
 #: Tokens of a page.
 PAGE_SIZE = 64
 #: Configuration keys that ``--overrides`` may set.
@@ -99,6 +99,7 @@ def compile_model(
     page_size = asked.pop("page_size", PAGE_SIZE)
     config = config.model_copy(update=asked)
     target = target_for(device, opt)
+    _make_parent(Path(output))
     executable = _build(config, page_size, target, opt, Path(debug_dump) if debug_dump else None)
     return _export(executable, Path(output))
 
@@ -184,18 +185,22 @@ def _dumper(directory: Path | None) -> Any:
     return dump
 
 
+def _make_parent(output: Path) -> None:
+    """Make the library's directory, before the work of compiling."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
+
+
 def _export(executable: Any, output: Path) -> Path:
     """Write the library under a temporary name, then rename it."""
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.so")
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        executable.export_library(str(temporary))
+        executable.export_library(str(temporary), fcompile=link_shared)
         temporary.replace(output)
     except OSError as error:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
-    except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise CompileError(f"cannot link {output}: {reason}") from None
     finally:
         temporary.unlink(missing_ok=True)
     return output

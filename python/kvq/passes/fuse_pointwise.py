@@ -32,7 +32,7 @@ def _is_rows(ty: Any) -> bool:
     return isinstance(ty, relax.TensorType) and ty.ndim == 2 and str(ty.dtype) == "float32"
 
 
-def _is_kernel(expr: relax.Expr | None, prefix: str) -> bool:
+def _is_kernel(expr: Any, prefix: str) -> bool:
     """Whether ``expr`` is ``call_tir`` of a kernel whose name starts with ``prefix``."""
     return isinstance(expr, relax.Call) and expr.op == _CALL_TIR and expr.args[0].name_hint.startswith(prefix)
 
@@ -129,7 +129,7 @@ class _Rewriter(PyExprMutator):
         kernel = self.kernel(f"linear_int8_add_{n}x{k}", lambda: linear_int8(n, k, self.isa, residual=True))
         return relax.call_tir(kernel, [quantized, codes, scales, x], out_ty=call.ty)
 
-    def _value(self, expr: relax.Expr) -> relax.Expr | None:
+    def _value(self, expr: relax.Expr) -> Any:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
 
     def _gated(self, activated: relax.Expr, up: relax.Expr) -> relax.Expr | None:
