@@ -1,11 +1,11 @@
 """paged_attention: online softmax over sealed pages and the query's own row page.
 
 One task of the parallel loop is (attention task, KV head): at most ``TILE_ROWS`` rows of one sequence,
-all in one page of positions, with their whole group of query heads. For each page, the codes become
-float32 once, K as ``[D, P]`` and V as ``[P, D]``, in two buffers that fit the first or second cache level;
-then every row runs the same inner loops over them, scores with tokens in lanes, values with channels
-in lanes. Decode is a tile of one row, so decode and prefill are the same machine code and a row's
-result cannot depend on what shares its tile.
+all in one page of positions, with their whole group of query heads. A page is walked in blocks of tokens
+that fit half of the first-level cache: the block's keys become float32 once, ``[D, tokens]``, for the
+scores of every row, tokens in lanes; when the page's weights are known, the same buffer takes the block's
+values, ``[tokens, D]``, channels in lanes. Decode is a tile of one row, so decode and prefill are the same
+machine code and a row's result cannot depend on what shares its tile.
 
 The keys of a row are cut into splits of ``SPLIT_PAGES`` pages. Each split starts from nothing and is
 merged into the row's total in order, whether one task walked through all of them or several tasks left
@@ -33,7 +33,6 @@ from .vector import (
     prefetch,
     put,
     reduce_lanes,
-    row_page_to_float,
     run,
     splat,
 )
@@ -42,6 +41,8 @@ from .vector import (
 TILE_ROWS = 16
 #: Key pages of a split.
 SPLIT_PAGES = 4
+#: Most floats of a block: half of a small first-level cache.
+BLOCK_FLOATS = 4096
 #: Floats of a scratch slot beyond the head_dim: the maximum and the sum.
 SCRATCH_EXTRA = 8
 
@@ -56,40 +57,25 @@ class _Kernel:
         self.lanes = isa.lanes
         self.d_lanes = vector_lanes(self.dim, isa.lanes)
         registers = 32 if isa.lanes == 16 else 16
-        #: heads that run together, and the accumulators each of them then has
-        self.block = 3 if self.group % 3 == 0 else min(self.group, 2)
-        self.width = max(1, (registers - 4) // self.block)
+        #: query heads that run together, and the accumulators each of them then has
+        self.heads = 3 if self.group % 3 == 0 else min(self.group, 2)
+        self.width = max(1, (registers - 4) // self.heads)
+        #: tokens of a block
+        self.tokens = min(self.page, max(K_LANES, 1 << (BLOCK_FLOATS // self.dim).bit_length() - 1))
 
     def width_for(self, vectors: int) -> int:
         """The largest divisor of ``vectors`` that fits the accumulators of one head."""
         return next(w for w in range(min(self.width, vectors), 0, -1) if vectors % w == 0)
 
-    # ---- one page to float32 ------------------------------------------------------------------
-    def load_sealed(self, pool, unit, kt, v) -> None:
-        """Dequantize a sealed page into ``kt[D * P]`` and ``v[P * D]``."""
+    # ---- one block of a page to float32 --------------------------------------------------------
+    def _token_groups(self, block: int) -> range:
+        """The groups of 16 tokens in a block."""
+        count = self.tokens // K_LANES
+        return range(block * count, (block + 1) * count)
+
+    def load_key_scales(self, pool, unit, scale, minimum) -> None:
+        """Scales and minimums of a sealed page's channels, float32 ``[D]`` each."""
         layout = self.layout
-        if layout.k_bits is None:
-            self._load_raw(pool, unit, 0, kt)
-        else:
-            self._load_keys(pool, unit, kt)
-        if layout.v_bits is None:
-            self._load_raw(pool, unit, layout.v_offset, v)
-        else:
-            self._load_values(pool, unit, v)
-
-    def _load_raw(self, pool, unit, offset: int, out) -> None:
-        lanes = self.lanes
-        words = lanes * (2 if self.layout.row_dtype == "float16" else 4) // 4
-        with T.serial(self.layout.values_per_unit // lanes) as j:
-            row = T.bind(pool[(*unit, run(j * words + offset, words))])
-            value = T.reinterpret(f"float32x{lanes}", row) if words == lanes else half_to_float(row, lanes)
-            put(out, value, run(j * lanes, lanes))
-
-    def _load_keys(self, pool, unit, kt) -> None:
-        layout, dim, lanes = self.layout, self.dim, self.lanes
-        bits, per_lane = layout.k_bits or 0, self.page // K_LANES
-        scale = T.sblock_alloc_buffer((dim,), "float32")
-        minimum = T.sblock_alloc_buffer((dim,), "float32")
         if layout.base_in_v_scales:
             base = T.int32(0)
             for i in range(BASE_BITS):
@@ -99,7 +85,7 @@ class _Kernel:
         else:
             base = T.cast(pool[(*unit, layout.k_base_offset)], "int32")
         origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
-        with T.serial(dim // 8) as j:
+        with T.serial(self.dim // 8) as j:
             code = T.reinterpret("uint8x8", pool[(*unit, run(j * 2 + layout.k_scale_offset, 2))])
             log_code = T.cast(code, "int32x8") + splat(origin, 8)
             put(
@@ -108,134 +94,197 @@ class _Kernel:
                 run(j * 8, 8),
             )
             put(minimum, half_to_float(pool[(*unit, run(j * 4 + layout.k_min_offset, 4))], 8), run(j * 8, 8))
-        with T.serial(dim * per_lane // CODES_PER_CHUNK) as chunk:
+
+    def load_value_scales(self, pool, unit, scale, offset) -> None:
+        """Scales of a sealed page's tokens, and what the codes' zero point adds, float32 ``[P]`` each."""
+        layout = self.layout
+        half = float(2 ** ((layout.v_bits or 0) - 1))
+        with T.serial(self.page // 8) as j:
+            at = run(j * 8, 8)
+            put(scale, half_to_float(pool[(*unit, run(j * 4 + layout.v_scale_offset, 4))], 8), at)
+            put(offset, scale[at] * constant(-half, 8), at)
+
+    def load_keys(self, pool, unit, block: int, scale, minimum, buf) -> None:
+        """Keys of a block of a sealed page into ``buf[D * tokens]``."""
+        lanes, bits = self.lanes, self.layout.k_bits
+        if bits is None:
+            with T.serial(self.dim) as d, T.serial(self.tokens // lanes) as j:
+                start = d * self.page + block * self.tokens + j * lanes
+                put(buf, self._raw(pool, unit, start, 0), run(d * self.tokens + j * lanes, lanes))
+            return
+        per_lane, groups = self.page // K_LANES, self._token_groups(block)
+        with T.serial(self.dim * per_lane // CODES_PER_CHUNK) as chunk:
             for sub in range(K_LANES // lanes):
                 words = [
                     T.bind(pool[(*unit, run((chunk * bits + w) * K_LANES + sub * lanes, lanes))])
                     for w in range(bits)
                 ]
-                for i in range(CODES_PER_CHUNK):
-                    if i % per_lane == 0:
-                        d = chunk * (CODES_PER_CHUNK // per_lane) + i // per_lane
-                        factor = T.bind(splat(scale[d], lanes))
-                        offset = T.bind(splat(minimum[d], lanes))
-                    code = code_to_float(extract_code(words.__getitem__, i, bits, lanes), lanes)
-                    at = d * self.page + (i % per_lane) * K_LANES + sub * lanes
-                    put(kt, fma(code, factor, offset, lanes), run(at, lanes))
+                for channel in range(CODES_PER_CHUNK // per_lane):
+                    d = chunk * (CODES_PER_CHUNK // per_lane) + channel
+                    factor, offset = T.bind(splat(scale[d], lanes)), T.bind(splat(minimum[d], lanes))
+                    for q in groups:
+                        code = extract_code(words.__getitem__, channel * per_lane + q, bits, lanes)
+                        key = fma(code_to_float(code, lanes), factor, offset, lanes)
+                        at = d * self.tokens + (q - groups.start) * K_LANES + sub * lanes
+                        put(buf, key, run(at, lanes))
 
-    def _load_values(self, pool, unit, v) -> None:
-        layout, dim, lanes = self.layout, self.dim, self.d_lanes
-        bits = layout.v_bits or 0
-        scale = T.sblock_alloc_buffer((self.page,), "float32")
-        offset = T.sblock_alloc_buffer((self.page,), "float32")
-        half = float(2 ** (bits - 1))
-        with T.serial(self.page // 8) as j:
-            at = run(j * 8, 8)
-            put(scale, half_to_float(pool[(*unit, run(j * 4 + layout.v_scale_offset, 4))], 8), at)
-            put(offset, scale[at] * constant(-half, 8), at)
-        with T.serial(self.page // CODES_PER_CHUNK) as chunk, T.serial(dim // lanes) as j:
+    def load_values(self, pool, unit, block: int, scale, offset, buf) -> None:
+        """Values of a block of a sealed page into ``buf[tokens * D]``."""
+        layout, dim, lanes, bits = self.layout, self.dim, self.d_lanes, self.layout.v_bits
+        if bits is None:
+            with T.serial(self.tokens * dim // self.lanes) as j:
+                start = block * self.tokens * dim + j * self.lanes
+                put(buf, self._raw(pool, unit, start, layout.v_offset), run(j * self.lanes, self.lanes))
+            return
+        first = block * self.tokens
+        count = min(self.tokens, CODES_PER_CHUNK)
+        with T.serial(max(1, self.tokens // CODES_PER_CHUNK)) as step, T.serial(dim // lanes) as j:
+            chunk = T.bind(step + first // CODES_PER_CHUNK)
             words = [
                 T.bind(pool[(*unit, run((chunk * bits + w) * dim + j * lanes + layout.v_offset, lanes))])
                 for w in range(bits)
             ]
-            for i in range(CODES_PER_CHUNK):
+            for i in range(first % CODES_PER_CHUNK, first % CODES_PER_CHUNK + count):
                 t = chunk * CODES_PER_CHUNK + i
                 code = code_to_float(extract_code(words.__getitem__, i, bits, lanes), lanes)
                 value = fma(code, splat(scale[t], lanes), splat(offset[t], lanes), lanes)
-                put(v, value, run(t * dim + j * lanes, lanes))
+                put(buf, value, run((t - first) * dim + j * lanes, lanes))
 
-    def load_own(self, kv_open, kv_workspace, num_open, at, layer, head, kt, v) -> None:
-        """Read the row page ``at`` into ``kt`` and ``v``."""
-        for part, out in ((0, kt), (1, v)):
-            with T.If(at < num_open):
-                with T.Then():
-                    start = (at, layer, head, part)
-                    row_page_to_float(out, kv_open, start, self.layout.values_per_unit, self.lanes)
-                with T.Else():
-                    start = (at - num_open, head, part)
-                    row_page_to_float(out, kv_workspace, start, self.layout.values_per_unit, self.lanes)
+    def _raw(self, pool, unit, start, offset: int):
+        """``lanes`` numbers from ``start`` of an unquantized component of a sealed page."""
+        lanes = self.lanes
+        if self.layout.row_dtype == "float16":
+            words = pool[(*unit, run(T.truncdiv(start, 2) + offset, lanes // 2))]
+            return half_to_float(words, lanes)
+        return T.reinterpret(f"float32x{lanes}", pool[(*unit, run(start + offset, lanes))])
 
-    # ---- one row of one page ------------------------------------------------------------------
-    def attend(self, q, row, first_head, local, heads: int, kt, v, valid, scores, red, state) -> None:
-        """Add one page's keys to the split state of ``heads`` heads of one row.
+    def load_own(self, args, at, layer, head, part: int, block: int, buf) -> None:
+        """K (part 0) or V (part 1) of a block of the row page ``at``."""
+        kv_open, kv_workspace, num_open = args
+        tokens, lanes = self.tokens, self.lanes
+        outer, inner = (self.dim, tokens) if part == 0 else (1, tokens * self.dim)
+        stride, first = (self.page, block * tokens) if part == 0 else (0, block * tokens * self.dim)
 
-        ``local`` is the first of the heads within the state; the first ``valid`` tokens count.
-        """
-        peak, sums, acc_out = state
-        lanes, page = self.lanes, self.page
-        vectors = page // lanes
+        def copy(rows, start):
+            with T.serial(outer) as i, T.serial(inner // lanes) as j:
+                row = rows[(*start, run(i * stride + first + j * lanes, lanes))]
+                put(buf, T.cast(row, f"float32x{lanes}"), run(i * inner + j * lanes, lanes))
+
+        with T.If(at < num_open):
+            with T.Then():
+                copy(kv_open, (at, layer, head, part))
+            with T.Else():
+                copy(kv_workspace, (at - num_open, head, part))
+
+    # ---- one row of one block ------------------------------------------------------------------
+    def score(self, q, row, head, local, heads: int, buf, block: int, scores) -> None:
+        """Scores of a block's keys for ``heads`` heads of a row, ``head`` on; ``local`` in the state."""
+        lanes, tokens = self.lanes, self.tokens
+        vectors = tokens // lanes
         width = self.width_for(vectors)
-        for block in range(vectors // width):
+        for part in range(vectors // width):
             acc = T.sblock_alloc_buffer((heads, width, lanes), "float32")
             for r in range(heads):
                 for j in range(width):
                     put(acc, constant(0, lanes), r, j, run(0, lanes))
             with T.serial(self.dim) as d:
-                query = [T.bind(splat(q[row, first_head + r, d], lanes)) for r in range(heads)]
+                query = [T.bind(splat(q[row, head + r, d], lanes)) for r in range(heads)]
                 for j in range(width):
-                    key = T.bind(kt[run(d * page + (block * width + j) * lanes, lanes)])
+                    key = T.bind(buf[run(d * tokens + (part * width + j) * lanes, lanes)])
                     for r in range(heads):
                         put(acc, fma(query[r], key, acc[r, j, run(0, lanes)], lanes), r, j, run(0, lanes))
             for r in range(heads):
                 for j in range(width):
-                    at = (block * width + j) * lanes
-                    masked = T.Select(
-                        T.ramp(T.int32(at), 1, lanes) < splat(valid, lanes),
-                        acc[r, j, run(0, lanes)],
-                        constant(MASKED, lanes),
-                    )
-                    put(scores, masked, r, run(at, lanes))
-        for r in range(heads):
-            most = scores[r, run(0, lanes)]
-            for j in range(1, vectors):
-                most = T.bind(T.max(most, scores[r, run(j * lanes, lanes)]))
-            before = T.bind(peak[local + r])
-            now = T.bind(T.max(before, reduce_lanes(T.max, most, red, lanes)))
-            put(peak, now, local + r)
-            total = None
-            for j in range(vectors):
-                at = run(j * lanes, lanes)
-                weight = exp(scores[r, at] - splat(now, lanes), lanes)
-                in_page = T.ramp(T.int32(j * lanes), 1, lanes) < splat(valid, lanes)
-                weight = T.bind(T.Select(in_page, weight, constant(0, lanes)))
-                put(scores, weight, r, at)
-                total = weight if total is None else T.bind(total + weight)
-            fade = T.bind(exp(splat(before - now, lanes), lanes))
-            put(sums, fma(sums[local + r, run(0, lanes)], fade, total, lanes), local + r, run(0, lanes))
-            self._scale_row(acc_out, local + r, before - now)
+                    at = block * tokens + (part * width + j) * lanes
+                    put(scores, acc[r, j, run(0, lanes)], local + r, run(at, lanes))
+
+    def softmax(self, index, valid, scores, red, state) -> None:
+        """Turn the scores of a page into weights, and bring the split state to their maximum."""
+        peak, sums, acc_out = state
+        lanes, vectors = self.lanes, self.page // self.lanes
+
+        def in_page(j):
+            return T.ramp(T.int32(j * lanes), 1, lanes) < splat(valid, lanes)
+
+        most = None
+        for j in range(vectors):
+            score = scores[index, run(j * lanes, lanes)]
+            score = T.bind(T.Select(in_page(j), score, constant(MASKED, lanes)))
+            most = score if most is None else T.bind(T.max(most, score))
+        before = T.bind(peak[index])
+        now = T.bind(T.max(before, reduce_lanes(T.max, most, red, lanes)))
+        put(peak, now, index)
+        total = None
+        for j in range(vectors):
+            at = run(j * lanes, lanes)
+            weight = exp(scores[index, at] - splat(now, lanes), lanes)
+            weight = T.bind(T.Select(in_page(j), weight, constant(0, lanes)))
+            put(scores, weight, index, at)
+            total = weight if total is None else T.bind(total + weight)
+        fade = T.bind(exp(splat(before - now, lanes), lanes))
+        put(sums, fma(sums[index, run(0, lanes)], fade, total, lanes), index, run(0, lanes))
+        fade = T.bind(exp(splat(before - now, self.d_lanes), self.d_lanes))
+        with T.serial(self.dim // self.d_lanes) as j:
+            at = run(j * self.d_lanes, self.d_lanes)
+            put(acc_out, acc_out[index, at] * fade, index, at)
+
+    def accumulate(self, local, heads: int, buf, block: int, valid, scores, acc_out) -> None:
+        """Add a block's values, weighted, to the split state of ``heads`` heads of one row."""
         lanes, vectors = self.d_lanes, self.dim // self.d_lanes
         width = self.width_for(vectors)
-        with T.serial(vectors // width) as block:
+        first = block * self.tokens
+        count = T.bind(T.min(valid - first, self.tokens)) if self.tokens < self.page else valid
+        with T.serial(vectors // width) as part:
             acc = T.sblock_alloc_buffer((heads, width, lanes), "float32")
             for r in range(heads):
                 for j in range(width):
-                    put(acc, acc_out[local + r, run((block * width + j) * lanes, lanes)], r, j, run(0, lanes))
-            with T.serial(valid) as t:
-                weight = [T.bind(splat(scores[r, t], lanes)) for r in range(heads)]
+                    put(acc, acc_out[local + r, run((part * width + j) * lanes, lanes)], r, j, run(0, lanes))
+            with T.serial(count) as t:
+                weight = [T.bind(splat(scores[local + r, t + first], lanes)) for r in range(heads)]
                 for j in range(width):
-                    value = T.bind(v[run(t * self.dim + (block * width + j) * lanes, lanes)])
+                    value = T.bind(buf[run(t * self.dim + (part * width + j) * lanes, lanes)])
                     for r in range(heads):
                         put(acc, fma(weight[r], value, acc[r, j, run(0, lanes)], lanes), r, j, run(0, lanes))
             for r in range(heads):
                 for j in range(width):
-                    put(acc_out, acc[r, j, run(0, lanes)], local + r, run((block * width + j) * lanes, lanes))
+                    put(acc_out, acc[r, j, run(0, lanes)], local + r, run((part * width + j) * lanes, lanes))
 
-    def _scale_row(self, o, index, log_factor) -> None:
-        lanes = self.d_lanes
-        factor = T.bind(exp(splat(log_factor, lanes), lanes))
-        with T.serial(self.dim // lanes) as j:
-            put(o, o[index, run(j * lanes, lanes)] * factor, index, run(j * lanes, lanes))
+    def for_heads(self, body) -> None:
+        """Emit ``body(first, count)`` over the group's query heads, a block of them at a time."""
+        with T.serial(self.group // self.heads) as b:
+            body(b * self.heads, self.heads)
+        if self.group % self.heads:
+            body(self.group // self.heads * self.heads, self.group % self.heads)
 
-    def attend_group(self, q, row, head, local, kt, v, valid, scores, red, state) -> None:
-        """All query heads of the KV head ``head``, a block at a time."""
-        group, block = self.group, self.block
-        with T.serial(group // block) as b:
-            first = T.bind(head * group + b * block)
-            self.attend(q, row, first, local + b * block, block, kt, v, valid, scores, red, state)
-        rest = group % block
-        if rest:
-            done = group - rest
-            self.attend(q, row, head * group + done, local + done, rest, kt, v, valid, scores, red, state)
+    def attend(self, load_keys, load_values, rows, q, head, buf, scores, red, state) -> None:
+        """Add one page to the split state of every row of the task.
+
+        ``load_keys(block)`` and ``load_values(block)`` fill ``buf``; ``rows`` is (number, first row,
+        tokens of the page that row ``i`` sees).
+        """
+        num_rows, first_row, valid = rows
+        group = self.group
+        for block in range(self.page // self.tokens):
+            load_keys(block)
+            with T.serial(num_rows) as i:
+                self.for_heads(
+                    lambda first, count, i=i, block=block: self.score(
+                        q, first_row + i, head * group + first, i * group + first, count, buf, block, scores
+                    )
+                )
+        with T.serial(num_rows) as i:
+            seen = T.bind(valid(i))
+            with T.serial(group) as r:
+                self.softmax(T.bind(i * group + r), seen, scores, red, state)
+        for block in range(self.page // self.tokens):
+            load_values(block)
+            with T.serial(num_rows) as i:
+                seen = T.bind(valid(i))
+                self.for_heads(
+                    lambda first, count, i=i, block=block, seen=seen: self.accumulate(
+                        i * group + first, count, buf, block, seen, scores, state[2]
+                    )
+                )
 
     # ---- splits --------------------------------------------------------------------------------
     def merge(self, total, index, peak, added, source, source_index) -> None:
@@ -284,9 +333,14 @@ class _Kernel:
         first_row, num_rows = T.bind(tasks[at, 0]), T.bind(tasks[at, 1] - tasks[at, 0])
         own_page = T.bind(T.shift_right(positions[first_row], T.int32(self.page.bit_length() - 1)))
         own = T.bind(T.cast(tasks[at, 3], "int64"))
-        kt = T.sblock_alloc_buffer((layout.values_per_unit,), "float32")
-        v = T.sblock_alloc_buffer((layout.values_per_unit,), "float32")
-        scores = T.sblock_alloc_buffer((self.block, self.page), "float32")
+
+        def own_tokens(i):
+            return T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1
+
+        buf = T.sblock_alloc_buffer((self.tokens * self.dim,), "float32")
+        scale = T.sblock_alloc_buffer((max(self.dim, self.page),), "float32")
+        offset = T.sblock_alloc_buffer((max(self.dim, self.page),), "float32")
+        scores = T.sblock_alloc_buffer((states, self.page), "float32")
         red = T.sblock_alloc_buffer((lanes,), "float32")
         x = T.sblock_alloc_buffer((self.dim,), "float32")
         t = T.sblock_alloc_buffer((self.dim,), "float32")
@@ -309,19 +363,33 @@ class _Kernel:
                 j = T.bind(number * SPLIT_PAGES + p)
                 with T.If(j == own_page):
                     with T.Then():
-                        self.load_own(kv_open, kv_workspace, num_open, own, layer, head, kt, v)
-                    with T.Else():
-                        here, after = j, T.min(j + 1, own_page - 1)
-                        page, following = (
-                            T.bind(T.cast(table[tasks[at, 2] + i], "int64")) for i in (here, after)
+                        own_args = (kv_open, kv_workspace, num_open)
+                        self.attend(
+                            lambda block: self.load_own(own_args, own, layer, head, 0, block, buf),
+                            lambda block: self.load_own(own_args, own, layer, head, 1, block, buf),
+                            (num_rows, first_row, own_tokens),
+                            *(q, head, buf, scores, red, split),
                         )
-                        prefetch(pool, (following, layer, head), layout.unit_words)
-                        self.load_sealed(pool, (page, layer, head), kt, v)
-                with T.serial(num_rows) as i:
-                    row = T.bind(first_row + i)
-                    seen = T.bitwise_and(positions[row], T.int32(self.page - 1)) + 1
-                    valid = T.bind(T.Select(j == own_page, seen, T.int32(self.page)))
-                    self.attend_group(q, row, head, i * group, kt, v, valid, scores, red, split)
+                    with T.Else():
+                        after = T.min(j + 1, own_page - 1)
+                        unit, following = (
+                            (T.bind(T.cast(table[tasks[at, 2] + page], "int64")), layer, head)
+                            for page in (j, after)
+                        )
+                        prefetch(pool, following, layout.unit_words)
+
+                        def load_keys(block: int) -> None:
+                            if block == 0 and layout.k_bits is not None:
+                                self.load_key_scales(pool, unit, scale, offset)
+                            self.load_keys(pool, unit, block, scale, offset, buf)
+
+                        def load_values(block: int) -> None:
+                            if block == 0 and layout.v_bits is not None:
+                                self.load_value_scales(pool, unit, scale, offset)
+                            self.load_values(pool, unit, block, scale, offset, buf)
+
+                        every_token = (num_rows, first_row, lambda i: T.int32(self.page))
+                        self.attend(load_keys, load_values, every_token, q, head, buf, scores, red, split)
             with T.serial(num_rows * group) as i:
                 peak, sums, acc_out = split
                 add = T.bind(reduce_lanes(lambda a, b: a + b, sums[i, run(0, lanes)], red, lanes))
