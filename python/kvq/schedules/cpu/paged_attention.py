@@ -2,10 +2,13 @@
 
 One task of the parallel loop is (attention task, KV head): at most ``TILE_ROWS`` rows of one sequence,
 all in one page of positions, with their whole group of query heads. A page is walked in blocks of tokens
-that fit half of the first-level cache: the block's keys become float32 once, ``[D, tokens]``, for the
+that fit half of the first-level cache: the block's key codes become float32 once, ``[D, tokens]``, for the
 scores of every row, tokens in lanes; when the page's weights are known, the same buffer takes the block's
-values, ``[tokens, D]``, channels in lanes. Decode is a tile of one row, so decode and prefill are the same
-machine code and a row's result cannot depend on what shares its tile.
+value codes, ``[tokens, D]``, channels in lanes. Scales never touch the codes: a row's query is multiplied by
+the keys' scales and its scores start at the query times the minimums; its weights are multiplied by the
+values' scales, and the zero point of the codes is one number a head. Rows that are not quantized have scale
+1 and minimum 0. Decode is a tile of one row, so decode and prefill are the same machine code and a row's
+result cannot depend on what shares its tile.
 
 The keys of a row are cut into splits of ``SPLIT_PAGES`` pages. Each split starts from nothing and is
 merged into the row's total in order, whether one task walked through all of them or several tasks left
@@ -95,17 +98,19 @@ class _Kernel:
             )
             put(minimum, half_to_float(pool[(*unit, run(j * 4 + layout.k_min_offset, 4))], 8), run(j * 8, 8))
 
-    def load_value_scales(self, pool, unit, scale, offset) -> None:
-        """Scales of a sealed page's tokens, and what the codes' zero point adds, float32 ``[P]`` each."""
-        layout = self.layout
-        half = float(2 ** ((layout.v_bits or 0) - 1))
+    def load_value_scales(self, pool, unit, scale) -> None:
+        """Scales of a sealed page's tokens, float32 ``[P]``."""
         with T.serial(self.page // 8) as j:
-            at = run(j * 8, 8)
-            put(scale, half_to_float(pool[(*unit, run(j * 4 + layout.v_scale_offset, 4))], 8), at)
-            put(offset, scale[at] * constant(-half, 8), at)
+            words = pool[(*unit, run(j * 4 + self.layout.v_scale_offset, 4))]
+            put(scale, half_to_float(words, 8), run(j * 8, 8))
 
-    def load_keys(self, pool, unit, block: int, scale, minimum, buf) -> None:
-        """Keys of a block of a sealed page into ``buf[D * tokens]``."""
+    def fill(self, buffer, extent: int, value: float) -> None:
+        """Set ``extent`` numbers of ``buffer`` to ``value``."""
+        with T.serial(extent // 8) as j:
+            put(buffer, constant(value, 8), run(j * 8, 8))
+
+    def load_keys(self, pool, unit, block: int, buf) -> None:
+        """Key codes (or raw keys) of a block of a sealed page into ``buf[D * tokens]``."""
         lanes, bits = self.lanes, self.layout.k_bits
         if bits is None:
             with T.serial(self.dim) as d, T.serial(self.tokens // lanes) as j:
@@ -121,15 +126,13 @@ class _Kernel:
                 ]
                 for channel in range(CODES_PER_CHUNK // per_lane):
                     d = chunk * (CODES_PER_CHUNK // per_lane) + channel
-                    factor, offset = T.bind(splat(scale[d], lanes)), T.bind(splat(minimum[d], lanes))
                     for q in groups:
                         code = extract_code(words.__getitem__, channel * per_lane + q, bits, lanes)
-                        key = fma(code_to_float(code, lanes), factor, offset, lanes)
                         at = d * self.tokens + (q - groups.start) * K_LANES + sub * lanes
-                        put(buf, key, run(at, lanes))
+                        put(buf, code_to_float(code, lanes), run(at, lanes))
 
-    def load_values(self, pool, unit, block: int, scale, offset, buf) -> None:
-        """Values of a block of a sealed page into ``buf[tokens * D]``."""
+    def load_values(self, pool, unit, block: int, buf) -> None:
+        """Value codes (or raw values) of a block of a sealed page into ``buf[tokens * D]``."""
         layout, dim, lanes, bits = self.layout, self.dim, self.d_lanes, self.layout.v_bits
         if bits is None:
             with T.serial(self.tokens * dim // self.lanes) as j:
@@ -145,10 +148,9 @@ class _Kernel:
                 for w in range(bits)
             ]
             for i in range(first % CODES_PER_CHUNK, first % CODES_PER_CHUNK + count):
-                t = chunk * CODES_PER_CHUNK + i
+                t = chunk * CODES_PER_CHUNK + i - first
                 code = code_to_float(extract_code(words.__getitem__, i, bits, lanes), lanes)
-                value = fma(code, splat(scale[t], lanes), splat(offset[t], lanes), lanes)
-                put(buf, value, run((t - first) * dim + j * lanes, lanes))
+                put(buf, code, run(t * dim + j * lanes, lanes))
 
     def _raw(self, pool, unit, start, offset: int):
         """``lanes`` numbers from ``start`` of an unquantized component of a sealed page."""
@@ -177,29 +179,46 @@ class _Kernel:
                 copy(kv_workspace, (at - num_open, head, part))
 
     # ---- one row of one block ------------------------------------------------------------------
-    def score(self, q, row, head, local, heads: int, buf, block: int, scores) -> None:
-        """Scores of a block's keys for ``heads`` heads of a row, ``head`` on; ``local`` in the state."""
+    def scale_query(self, q, row, head, scale, minimum, query, red) -> None:
+        """``query[r, :D]``: a group's queries times the keys' scales; ``query[r, D]``: times the minimums."""
+        lanes = self.d_lanes
+        acc = T.sblock_alloc_buffer((lanes,), "float32")
+        with T.serial(self.group) as r:
+            put(acc, constant(0, lanes), run(0, lanes))
+            with T.serial(self.dim // lanes) as j:
+                at = run(j * lanes, lanes)
+                value = T.bind(q[row, head + r, at])
+                put(query, value * scale[at], r, at)
+                put(acc, fma(value, minimum[at], acc[run(0, lanes)], lanes), run(0, lanes))
+            put(query, reduce_lanes(lambda a, b: a + b, acc[run(0, lanes)], red, lanes), r, self.dim)
+
+    def score(self, query, first, local, heads: int, buf, block: int, scores) -> None:
+        """Scores of a block's keys for ``heads`` scaled queries from ``first``; ``local`` in the state."""
         lanes, tokens = self.lanes, self.tokens
         vectors = tokens // lanes
         width = self.width_for(vectors)
         for part in range(vectors // width):
             acc = T.sblock_alloc_buffer((heads, width, lanes), "float32")
             for r in range(heads):
+                start = T.bind(splat(query[first + r, self.dim], lanes))
                 for j in range(width):
-                    put(acc, constant(0, lanes), r, j, run(0, lanes))
+                    put(acc, start, r, j, run(0, lanes))
             with T.serial(self.dim) as d:
-                query = [T.bind(splat(q[row, head + r, d], lanes)) for r in range(heads)]
+                factor = [T.bind(splat(query[first + r, d], lanes)) for r in range(heads)]
                 for j in range(width):
                     key = T.bind(buf[run(d * tokens + (part * width + j) * lanes, lanes)])
                     for r in range(heads):
-                        put(acc, fma(query[r], key, acc[r, j, run(0, lanes)], lanes), r, j, run(0, lanes))
+                        put(acc, fma(factor[r], key, acc[r, j, run(0, lanes)], lanes), r, j, run(0, lanes))
             for r in range(heads):
                 for j in range(width):
                     at = block * tokens + (part * width + j) * lanes
                     put(scores, acc[r, j, run(0, lanes)], local + r, run(at, lanes))
 
-    def softmax(self, index, valid, scores, red, state) -> None:
-        """Turn the scores of a page into weights, and bring the split state to their maximum."""
+    def softmax(self, index, valid, zero: float, scale, scores, red, state) -> None:
+        """Turn the scores of a page into weights of its values, and bring the split state to their maximum.
+
+        ``scale[P]`` are the values' scales, ``zero`` the code that stands for 0.
+        """
         peak, sums, acc_out = state
         lanes, vectors = self.lanes, self.page // self.lanes
 
@@ -214,19 +233,26 @@ class _Kernel:
         before = T.bind(peak[index])
         now = T.bind(T.max(before, reduce_lanes(T.max, most, red, lanes)))
         put(peak, now, index)
-        total = None
+        total = scaled_total = None
         for j in range(vectors):
             at = run(j * lanes, lanes)
             weight = exp(scores[index, at] - splat(now, lanes), lanes)
             weight = T.bind(T.Select(in_page(j), weight, constant(0, lanes)))
-            put(scores, weight, index, at)
+            scaled = T.bind(weight * scale[at])
+            put(scores, scaled, index, at)
             total = weight if total is None else T.bind(total + weight)
+            scaled_total = scaled if scaled_total is None else T.bind(scaled_total + scaled)
         fade = T.bind(exp(splat(before - now, lanes), lanes))
         put(sums, fma(sums[index, run(0, lanes)], fade, total, lanes), index, run(0, lanes))
-        fade = T.bind(exp(splat(before - now, self.d_lanes), self.d_lanes))
-        with T.serial(self.dim // self.d_lanes) as j:
-            at = run(j * self.d_lanes, self.d_lanes)
-            put(acc_out, acc_out[index, at] * fade, index, at)
+        lanes = self.d_lanes
+        fade = T.bind(exp(splat(before - now, lanes), lanes))
+        if zero:
+            all_scaled = reduce_lanes(lambda a, b: a + b, scaled_total, red, self.lanes)
+            shift = T.bind(splat(all_scaled * T.float32(-zero), lanes))
+        with T.serial(self.dim // lanes) as j:
+            at = run(j * lanes, lanes)
+            faded = acc_out[index, at] * fade
+            put(acc_out, faded + shift if zero else faded, index, at)
 
     def accumulate(self, local, heads: int, buf, block: int, valid, scores, acc_out) -> None:
         """Add a block's values, weighted, to the split state of ``heads`` heads of one row."""
@@ -256,26 +282,28 @@ class _Kernel:
         if self.group % self.heads:
             body(self.group // self.heads * self.heads, self.group % self.heads)
 
-    def attend(self, load_keys, load_values, rows, q, head, buf, scores, red, state) -> None:
+    def attend(self, load_keys, load_values, zero: float, rows, q, head, buffers, state) -> None:
         """Add one page to the split state of every row of the task.
 
-        ``load_keys(block)`` and ``load_values(block)`` fill ``buf``; ``rows`` is (number, first row,
-        tokens of the page that row ``i`` sees).
+        ``load_keys(block)`` and ``load_values(block)`` fill the buffer; the scales are there. ``rows`` is
+        (number, first row, the tokens of the page that row ``i`` sees).
         """
         num_rows, first_row, valid = rows
+        buf, k_scale, k_minimum, v_scale, query, scores, red = buffers
         group = self.group
         for block in range(self.page // self.tokens):
             load_keys(block)
             with T.serial(num_rows) as i:
+                self.scale_query(q, first_row + i, head * group, k_scale, k_minimum, query, red)
                 self.for_heads(
                     lambda first, count, i=i, block=block: self.score(
-                        q, first_row + i, head * group + first, i * group + first, count, buf, block, scores
+                        query, first, i * group + first, count, buf, block, scores
                     )
                 )
         with T.serial(num_rows) as i:
             seen = T.bind(valid(i))
             with T.serial(group) as r:
-                self.softmax(T.bind(i * group + r), seen, scores, red, state)
+                self.softmax(T.bind(i * group + r), seen, zero, v_scale, scores, red, state)
         for block in range(self.page // self.tokens):
             load_values(block)
             with T.serial(num_rows) as i:
@@ -338,8 +366,9 @@ class _Kernel:
             return T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1
 
         buf = T.sblock_alloc_buffer((self.tokens * self.dim,), "float32")
-        scale = T.sblock_alloc_buffer((max(self.dim, self.page),), "float32")
-        offset = T.sblock_alloc_buffer((max(self.dim, self.page),), "float32")
+        k_scale, k_minimum = (T.sblock_alloc_buffer((self.dim,), "float32") for _ in range(2))
+        v_scale = T.sblock_alloc_buffer((self.page,), "float32")
+        query = T.sblock_alloc_buffer((group, self.dim + 1), "float32")
         scores = T.sblock_alloc_buffer((states, self.page), "float32")
         red = T.sblock_alloc_buffer((lanes,), "float32")
         x = T.sblock_alloc_buffer((self.dim,), "float32")
@@ -352,6 +381,7 @@ class _Kernel:
             T.sblock_alloc_buffer(shape, "float32")
             for shape in ((states,), (states, self.d_lanes), (states, self.dim))
         )
+        buffers = (buf, k_scale, k_minimum, v_scale, query, scores, red)
         with T.serial(num_rows * group) as i:
             self.clear(total, i, self.d_lanes)
         with T.serial(tasks[at, 5] - tasks[at, 4]) as s:
@@ -363,12 +393,19 @@ class _Kernel:
                 j = T.bind(number * SPLIT_PAGES + p)
                 with T.If(j == own_page):
                     with T.Then():
-                        own_args = (kv_open, kv_workspace, num_open)
+                        for buffer, extent, value in (
+                            (k_scale, self.dim, 1.0),
+                            (k_minimum, self.dim, 0.0),
+                            (v_scale, self.page, 1.0),
+                        ):
+                            self.fill(buffer, extent, value)
+                        rows = (kv_open, kv_workspace, num_open)
                         self.attend(
-                            lambda block: self.load_own(own_args, own, layer, head, 0, block, buf),
-                            lambda block: self.load_own(own_args, own, layer, head, 1, block, buf),
+                            lambda block: self.load_own(rows, own, layer, head, 0, block, buf),
+                            lambda block: self.load_own(rows, own, layer, head, 1, block, buf),
+                            0.0,
                             (num_rows, first_row, own_tokens),
-                            *(q, head, buf, scores, red, split),
+                            *(q, head, buffers, split),
                         )
                     with T.Else():
                         after = T.min(j + 1, own_page - 1)
@@ -377,19 +414,22 @@ class _Kernel:
                             for page in (j, after)
                         )
                         prefetch(pool, following, layout.unit_words)
-
-                        def load_keys(block: int) -> None:
-                            if block == 0 and layout.k_bits is not None:
-                                self.load_key_scales(pool, unit, scale, offset)
-                            self.load_keys(pool, unit, block, scale, offset, buf)
-
-                        def load_values(block: int) -> None:
-                            if block == 0 and layout.v_bits is not None:
-                                self.load_value_scales(pool, unit, scale, offset)
-                            self.load_values(pool, unit, block, scale, offset, buf)
-
-                        every_token = (num_rows, first_row, lambda i: T.int32(self.page))
-                        self.attend(load_keys, load_values, every_token, q, head, buf, scores, red, split)
+                        if layout.k_bits is None:
+                            self.fill(k_scale, self.dim, 1.0)
+                            self.fill(k_minimum, self.dim, 0.0)
+                        else:
+                            self.load_key_scales(pool, unit, k_scale, k_minimum)
+                        if layout.v_bits is None:
+                            self.fill(v_scale, self.page, 1.0)
+                        else:
+                            self.load_value_scales(pool, unit, v_scale)
+                        self.attend(
+                            lambda block: self.load_keys(pool, unit, block, buf),
+                            lambda block: self.load_values(pool, unit, block, buf),
+                            float(2 ** (layout.v_bits - 1)) if layout.v_bits else 0.0,
+                            (num_rows, first_row, lambda i: T.int32(self.page)),
+                            *(q, head, buffers, split),
+                        )
             with T.serial(num_rows * group) as i:
                 peak, sums, acc_out = split
                 add = T.bind(reduce_lanes(lambda a, b: a + b, sums[i, run(0, lanes)], red, lanes))
