@@ -17,6 +17,7 @@ from tvm.runtime.vm import VirtualMachine
 from kvq.cpu_features import detect, usable_cores
 from kvq.errors import CacheError, LibraryError
 from kvq.loader.tensor_cache import TensorCache
+from kvq.runtime.arena import Arena
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.metadata import Metadata
 
@@ -121,11 +122,14 @@ class Library:
     @property
     def params_bytes(self) -> int:
         """Bytes of the parameters that :meth:`load_params` will make."""
-        sizes = {
+        return sum(self._params_bytes().values())
+
+    def _params_bytes(self) -> dict[tuple[str | None, tuple[str, ...]], int]:
+        """Bytes of each distinct parameter, in the order in which they are made."""
+        return {
             (spec.function, spec.inputs): math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
             for spec in self.metadata.params
         }
-        return sum(sizes.values())
 
     def load_params(
         self, weights_dir: str | Path, progress: Callable[[int, int], None] | None = None
@@ -150,18 +154,20 @@ class Library:
         self._check_weights(cache)
         specs = self.metadata.params
         by_source: dict[tuple[str | None, tuple[str, ...]], Any] = {}
+        arena = Arena(list(self._params_bytes().values()))
         tensors = []
         for index, spec in enumerate(specs):
             key = (spec.function, spec.inputs)
             if key not in by_source:
                 raw = [tvm.runtime.tensor(cache.read(name), self.device) for name in spec.inputs]
-                by_source[key] = self._machine[spec.function](*raw) if spec.function else raw[0]
+                made = self._machine[spec.function](*raw) if spec.function else raw[0]
+                if tuple(made.shape) != spec.shape or str(made.dtype) != spec.dtype:
+                    raise LibraryError(
+                        f"{self.path}: {spec.function or 'parameter'} made {spec.name} {made.dtype}"
+                        f"{list(made.shape)}, not {spec.dtype}{list(spec.shape)}: compile it again"
+                    )
+                by_source[key] = arena.place(made)
             tensor = by_source[key]
-            if tuple(tensor.shape) != spec.shape or str(tensor.dtype) != spec.dtype:
-                raise LibraryError(
-                    f"{self.path}: {spec.function or 'parameter'} made {spec.name} {tensor.dtype}"
-                    f"{list(tensor.shape)}, not {spec.dtype}{list(spec.shape)}: compile it again"
-                )
             tensors.append(tensor)
             if progress is not None:
                 progress(index + 1, len(specs))
