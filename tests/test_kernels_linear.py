@@ -8,7 +8,7 @@ import pytest
 from kernel_rig import build, relative_error, tensor
 from kvq.compiler.target import cpu_target
 from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
-from kvq.schedules.cpu import linear
+from kvq.schedules.cpu import activations, linear, weight_blocks
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
 from kvq.schedules.cpu.vector import CpuIsa
 
@@ -27,16 +27,16 @@ class Int4Weight:
         rng = np.random.default_rng(n + k)
         codes, scales = quantize_q4f16_1(rng.standard_normal((n, k)).astype(np.float32))
         self.value = dequantize_q4f16_1(codes, scales)
-        blocks, groups = linear.num_blocks(n), k // linear.GROUP
-        self.codes = empty(blocks, groups, 4, linear.BLOCK, dtype="uint32")
-        self.scales = empty(blocks, groups, linear.BLOCK, dtype="float16")
-        build(linear.prepare_int4_codes(n, k))(tensor(codes), self.codes)
-        build(linear.prepare_blocks(n, groups, "float16"))(tensor(scales), self.scales)
+        blocks, groups = weight_blocks.num_blocks(n), k // weight_blocks.GROUP
+        self.codes = empty(blocks, groups, 4, weight_blocks.BLOCK, dtype="uint32")
+        self.scales = empty(blocks, groups, weight_blocks.BLOCK, dtype="float16")
+        build(weight_blocks.prepare_int4_codes(n, k))(tensor(codes), self.codes)
+        build(weight_blocks.prepare_blocks(n, groups, "float16"))(tensor(scales), self.scales)
 
 
 def unpack_quantized(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes int8 [n, K], scales float32 [n, K/32], offsets int32 [n, K/32] of quantized rows."""
-    groups = k // linear.GROUP
+    groups = k // weight_blocks.GROUP
     codes, scales, offsets = np.split(words, [k // 4, k // 4 + groups], axis=1)
     return codes.copy().view(np.int8), scales.copy().view(np.float32), offsets
 
@@ -48,11 +48,11 @@ def test_int8_product(n, k, isa):
     x = rng.standard_normal((512, k)).astype(np.float32) * 3
     residual = rng.standard_normal((512, n)).astype(np.float32)
     x[5, :32] = 0
-    quantize, product = build(linear.quantize_rows(k, isa)), build(linear.linear_int8(n, k, isa))
+    quantize, product = build(activations.quantize_rows(k, isa)), build(linear.linear_int8(n, k, isa))
     product_add = build(linear.linear_int8(n, k, isa, residual=True))
     results = []
     for rows in ROWS:
-        words = empty(rows, linear.quantized_width(k), dtype="int32")
+        words = empty(rows, activations.quantized_width(k), dtype="int32")
         y, added = empty(rows, n), empty(rows, n)
         quantize(tensor(x[:rows]), words)
         product(words, weight.codes, weight.scales, y)
@@ -64,12 +64,12 @@ def test_int8_product(n, k, isa):
         np.testing.assert_array_equal(words, results[-1][1][: len(y)])
     codes, scales, offsets = unpack_quantized(results[-1][1], k)
     np.testing.assert_array_equal(
-        offsets, -linear.ZERO * codes.reshape(512, -1, 32).sum(axis=2, dtype=np.int32)
+        offsets, -weight_blocks.ZERO * codes.reshape(512, -1, 32).sum(axis=2, dtype=np.int32)
     )
-    activations = (codes.reshape(512, -1, 32) * scales[..., None]).reshape(512, k)
-    assert np.abs(activations - x).max() <= np.abs(x).max() / 127 / 2 * 1.01
-    np.testing.assert_array_equal(activations[5, :32], 0)
-    assert relative_error(results[-1][0], activations @ weight.value.T) < 3e-6
+    inputs = (codes.reshape(512, -1, 32) * scales[..., None]).reshape(512, k)
+    assert np.abs(inputs - x).max() <= np.abs(x).max() / 127 / 2 * 1.01
+    np.testing.assert_array_equal(inputs[5, :32], 0)
+    assert relative_error(results[-1][0], inputs @ weight.value.T) < 3e-6
 
 
 @pytest.mark.parametrize("opt", ["O1", "O0"])
@@ -93,8 +93,8 @@ def test_exact_product(n, k, opt):
 def test_product_with_stored_floats(n, k, dtype):
     isa, rng = cpu_target().isa, np.random.default_rng(3)
     w, x = rng.standard_normal((n, k)).astype(dtype), rng.standard_normal((70, k)).astype(np.float32)
-    blocks = empty(linear.num_blocks(n), k, linear.BLOCK, dtype=dtype)
-    build(linear.prepare_blocks(n, k, dtype))(tensor(w), blocks)
+    blocks = empty(weight_blocks.num_blocks(n), k, weight_blocks.BLOCK, dtype=dtype)
+    build(weight_blocks.prepare_blocks(n, k, dtype))(tensor(w), blocks)
     product = build(linear.linear_float(n, k, dtype, isa))
     results = []
     for rows in (1, 3, 70):
@@ -105,14 +105,16 @@ def test_product_with_stored_floats(n, k, dtype):
         np.testing.assert_array_equal(y, results[-1][: len(y)])
     assert relative_error(results[-1], x @ w.astype(np.float32).T) < 3e-6
     ids, rows = np.array([0, n - 1, 5, 5], np.int32), empty(4, k)
-    build(linear.embedding(n, k, dtype, isa))(tensor(ids), blocks, rows)
+    build(weight_blocks.embedding(n, k, dtype, isa))(tensor(ids), blocks, rows)
     np.testing.assert_array_equal(rows.numpy(), w[ids].astype(np.float32))
 
 
 def test_embedding_of_int4_rows_stays_in_the_table():
     n, k = 40, 96
     weight, ids, rows = Int4Weight(n, k), np.array([0, 39, 17, 3, 1000, -4], np.int32), empty(6, k)
-    build(linear.embedding(n, k, "int4", cpu_target().isa))(tensor(ids), weight.codes, weight.scales, rows)
+    build(weight_blocks.embedding(n, k, "int4", cpu_target().isa))(
+        tensor(ids), weight.codes, weight.scales, rows
+    )
     np.testing.assert_array_equal(rows.numpy(), weight.value[np.clip(ids, 0, n - 1)])
 
 
@@ -124,9 +126,9 @@ def check_pointwise(make, x: np.ndarray, weights: list[np.ndarray], dim: int, ex
     plain(tensor(x[:1]), *map(tensor, weights), one)
     np.testing.assert_allclose(out.numpy(), expected, rtol=2e-6, atol=2e-6)
     np.testing.assert_array_equal(out.numpy()[:1], one.numpy())
-    words, again = (empty(len(x), linear.quantized_width(dim), dtype="int32") for _ in range(2))
+    words, again = (empty(len(x), activations.quantized_width(dim), dtype="int32") for _ in range(2))
     quantizing(tensor(x), *map(tensor, weights), words)
-    build(linear.quantize_rows(dim, cpu_target().isa))(out, again)
+    build(activations.quantize_rows(dim, cpu_target().isa))(out, again)
     np.testing.assert_array_equal(words.numpy(), again.numpy())
 
 

@@ -18,9 +18,10 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from kvq.schedules.cpu.linear import GROUP, linear_int8
+from kvq.schedules.cpu.linear import linear_int8
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
 from kvq.schedules.cpu.vector import CpuIsa
+from kvq.schedules.cpu.weight_blocks import GROUP
 
 _NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
 _MULTIPLY, _SPLIT = Op.get("relax.multiply"), Op.get("relax.split")

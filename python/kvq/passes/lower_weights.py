@@ -25,7 +25,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from kvq.errors import CompileError
 from kvq.quantization.scheme import WeightScheme
 from kvq.quantization.weights import stored_names
-from kvq.schedules.cpu import linear
+from kvq.schedules.cpu import activations, linear, weight_blocks
 from kvq.schedules.cpu.vector import CpuIsa
 
 _MATMUL, _TRANSPOSE, _TAKE = (Op.get(f"relax.{name}") for name in ("matmul", "permute_dims", "take"))
@@ -92,7 +92,7 @@ class WeightPlan:
         else:
             codes, scales = stored_names(name, True)
             self._add_tensors(
-                [self._codes(codes, n, k), self._blocks(scales, n, k // linear.GROUP, "float16")]
+                [self._codes(codes, n, k), self._blocks(scales, n, k // weight_blocks.GROUP, "float16")]
             )
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:
@@ -113,7 +113,7 @@ class WeightPlan:
         return self._prepared(
             name,
             f"prepare_vector_{n}",
-            lambda: linear.prepare_vector(n, dtype),
+            lambda: weight_blocks.prepare_vector(n, dtype),
             ((n,), dtype),
             ((n,), "float32"),
         )
@@ -122,18 +122,18 @@ class WeightPlan:
         return self._prepared(
             name,
             f"prepare_blocks_{n}x{columns}_{dtype}",
-            lambda: linear.prepare_blocks(n, columns, dtype),
+            lambda: weight_blocks.prepare_blocks(n, columns, dtype),
             ((n, columns), dtype),
-            ((linear.num_blocks(n), columns, linear.BLOCK), dtype),
+            ((weight_blocks.num_blocks(n), columns, weight_blocks.BLOCK), dtype),
         )
 
     def _codes(self, name: str, n: int, k: int) -> PreparedTensor:
         return self._prepared(
             name,
             f"prepare_codes_{n}x{k}",
-            lambda: linear.prepare_int4_codes(n, k),
+            lambda: weight_blocks.prepare_int4_codes(n, k),
             ((n, k // 8), "uint32"),
-            ((linear.num_blocks(n), k // linear.GROUP, 4, linear.BLOCK), "uint32"),
+            ((weight_blocks.num_blocks(n), k // weight_blocks.GROUP, 4, weight_blocks.BLOCK), "uint32"),
         )
 
 
@@ -229,17 +229,17 @@ class _Rewriter(PyExprMutator):
             name = f"linear_{self.kind}_{n}x{k}"
             kernel = self.kernel(name, lambda: linear.linear_float(n, k, self.kind, isa))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
-        row_type = relax.TensorType((rows, linear.quantized_width(k)), "int32")
-        quantize = self.kernel(f"quantize_rows_{k}", lambda: linear.quantize_rows(k, isa))
+        row_type = relax.TensorType((rows, activations.quantized_width(k)), "int32")
+        quantize = self.kernel(f"quantize_rows_{k}", lambda: activations.quantize_rows(k, isa))
         quantized = emit(relax.call_tir(quantize, [x], out_ty=row_type))
         kernel = self.kernel(f"linear_int8_{n}x{k}", lambda: linear.linear_int8(n, k, isa))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         tensor = self.plan.tensors[self.plan.index[weight][0]]
-        rows, k = tensor.shape[0] * linear.BLOCK, int(out.shape[-1])
+        rows, k = tensor.shape[0] * weight_blocks.BLOCK, int(out.shape[-1])
         name = f"embedding_{self.kind}_{rows}x{k}"
-        kernel = self.kernel(name, lambda: linear.embedding(rows, k, self.kind, self.isa))
+        kernel = self.kernel(name, lambda: weight_blocks.embedding(rows, k, self.kind, self.isa))
         return relax.call_tir(kernel, [ids, *self.stored(weight)], out_ty=out)
 
 

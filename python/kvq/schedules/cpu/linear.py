@@ -1,16 +1,9 @@
 """Matrix products with the weights of a model, ``y[n, N] = x[n, K] @ w[N, K].T``.
 
-Weights lie in blocks of 16 output rows so that rows sit in lanes:
-
-``int4``      codes ``uint32[N/16, K/32, 4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b`` of a group
-              in its low half and input ``16 + 4w + b`` in its high half; scales ``float16[N/16, K/32, 16]``.
-``float``     ``[N/16, K, 16]`` in the stored dtype.
-
-Two kernels share them. ``linear_int8`` multiplies int4 codes by activations quantized to int8 per group of
-32 (``quantize_rows``): the sum inside a group is exact in integers, whatever instruction computes it.
-``linear_float`` uses the activations as they are: each block of weights becomes float32 once, for all
-rows. In both, a row's sum runs over the inputs in order, so a row has the same bits alone or in a
-tile. The last block is padded with zeros where N is no multiple of 16.
+``linear_int8`` multiplies int4 codes by int8 activations (``activations.py``): the sum inside a group is
+exact in integers, whatever instruction computes it. ``linear_float`` uses the activations as they are: each
+block of weights becomes float32 once, for all rows. In both, a row's sum runs over the inputs in order, so a
+row has the same bits alone or in a tile. Weights lie in blocks of 16 output rows (``weight_blocks.py``).
 """
 
 from __future__ import annotations
@@ -18,75 +11,12 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .vector import CpuIsa, constant, fma, for_rows, intrinsic, put, reduce_lanes, rint, run, splat
+from .activations import quantized_width
+from .vector import CpuIsa, constant, fma, for_blocks, intrinsic, put, run, splat
+from .weight_blocks import BLOCK, GROUP, ZERO, num_blocks
 
-#: Output rows of a block of weights.
-BLOCK = 16
-#: Inputs that share one weight scale, and one activation scale.
-GROUP = 32
-#: Zero point of the int4 weight codes.
-ZERO = 7
 #: Inputs of a block of weights that are float32 at a time in ``linear_float``.
 CHUNK = 512
-
-
-def num_blocks(n: int) -> int:
-    """Blocks of 16 output rows."""
-    return -(-n // BLOCK)
-
-
-def quantized_width(k: int) -> int:
-    """int32 words of a quantized row: codes, four a word, then scales (float32), then offsets."""
-    return k // 4 + 2 * (k // GROUP)
-
-
-def emit_quantize_row(read, out, i, k: int, isa: CpuIsa) -> None:
-    """Quantize a row per group of 32 into ``out[i]``.
-
-    ``read(start)`` gives ``isa.lanes`` float32 numbers of the row. A group's scale is its largest magnitude
-    / 127; its offset is -ZERO times the sum of its codes, which turns the codes' zero point into zero.
-    """
-    groups, lanes = k // GROUP, isa.lanes
-    vectors = GROUP // lanes
-    red = T.sblock_alloc_buffer((lanes,), "float32")
-    total = T.sblock_alloc_buffer((lanes,), "int32")
-    with T.serial(groups) as g:
-        part = [T.bind(read(g * GROUP + v * lanes)) for v in range(vectors)]
-        most = T.max(part[0], constant(0, lanes) - part[0])
-        for p in part[1:]:
-            most = T.max(most, T.max(p, constant(0, lanes) - p))
-        limit = T.bind(reduce_lanes(T.max, T.bind(most), red, lanes))
-        put(out, T.reinterpret("int32", limit * T.float32(1 / 127)), i, g + k // 4)
-        factor = T.bind(T.float32(127) / T.max(limit, T.float32(1e-30)))
-        added = None
-        for v, p in enumerate(part):
-            code = T.bind(T.cast(rint(p * splat(factor, lanes), lanes), f"int32x{lanes}"))
-            packed = T.reinterpret(f"int32x{lanes // 4}", T.cast(code, f"int8x{lanes}"))
-            put(out, packed, i, run(g * (GROUP // 4) + v * (lanes // 4), lanes // 4))
-            added = code if added is None else added + code
-        all_codes = reduce_lanes(lambda a, b: a + b, T.bind(added), total, lanes)
-        put(out, all_codes * T.int32(-ZERO), i, g + (k // 4 + groups))
-
-
-def quantize_rows(k: int, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the kernel that quantizes activations.
-
-    Arguments of the kernel: x ``float32[n, K]``, out ``int32[n, quantized_width(K)]``.
-    """
-    width = quantized_width(k)
-
-    def quantize_row(i, x, out):
-        emit_quantize_row(lambda start: x[i, run(start, isa.lanes)], out, i, k, isa)
-
-    @T.prim_func(s_tir=True, private=True)
-    def quantize_rows(x_h: T.handle, out_h: T.handle):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        n = T.int64()
-        x = T.match_buffer(x_h, (n, k), "float32")
-        out = T.match_buffer(out_h, (n, width), "int32")
-        for_rows(n, quantize_row, x, out)
-
-    return quantize_rows
 
 
 def _group_dot(low, high, x, offset, isa: CpuIsa):
@@ -235,12 +165,7 @@ def linear_int8(n_out: int, k: int, isa: CpuIsa, residual: bool = False) -> tirx
             x = T.match_buffer(x_h, (n, width), "int32")
             res = T.match_buffer(res_h, (n, n_out), "float32")
             y = T.match_buffer(y_h, (n, n_out), "float32")
-            for block in T.parallel(blocks):
-                with T.sblock("block"):
-                    vb = T.axis.spatial(blocks, block)
-                    T.reads()
-                    T.writes()
-                    block_rows(vb, x, w, s, res, y, n)
+            for_blocks(blocks, block_rows, x, w, s, res, y, n)
 
         return linear_int8_add
 
@@ -255,12 +180,7 @@ def linear_int8(n_out: int, k: int, isa: CpuIsa, residual: bool = False) -> tirx
         n = T.int64()
         x = T.match_buffer(x_h, (n, width), "int32")
         y = T.match_buffer(y_h, (n, n_out), "float32")
-        for block in T.parallel(blocks):
-            with T.sblock("block"):
-                vb = T.axis.spatial(blocks, block)
-                T.reads()
-                T.writes()
-                block_rows(vb, x, w, s, None, y, n)
+        for_blocks(blocks, block_rows, x, w, s, None, y, n)
 
     return linear_int8
 
@@ -354,12 +274,7 @@ def linear_float(n_out: int, k: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
             n = T.int64()
             x = T.match_buffer(x_h, (n, k), "float32")
             y = T.match_buffer(y_h, (n, n_out), "float32")
-            for block in T.parallel(blocks):
-                with T.sblock("block"):
-                    vb = T.axis.spatial(blocks, block)
-                    T.reads()
-                    T.writes()
-                    block_rows(vb, x, (w, s), y, n)
+            for_blocks(blocks, block_rows, x, (w, s), y, n)
 
         return linear_int4_exact
 
@@ -369,137 +284,6 @@ def linear_float(n_out: int, k: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
         n = T.int64()
         x = T.match_buffer(x_h, (n, k), "float32")
         y = T.match_buffer(y_h, (n, n_out), "float32")
-        for block in T.parallel(blocks):
-            with T.sblock("block"):
-                vb = T.axis.spatial(blocks, block)
-                T.reads()
-                T.writes()
-                block_rows(vb, x, (w,), y, n)
+        for_blocks(blocks, block_rows, x, (w,), y, n)
 
     return linear_float
-
-
-def embedding(n_out: int, k: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the kernel that reads rows of a weight in block layout, as float32.
-
-    Arguments of the kernel: ids ``int32[n]``, the tensors of the weight, out ``float32[n, K]``.
-    """
-    blocks, groups = num_blocks(n_out), k // GROUP
-
-    def where(ids, i):
-        row = T.bind(T.max(T.min(T.cast(ids[i], "int64"), T.int64(n_out - 1)), T.int64(0)))
-        return T.bind(T.truncdiv(row, T.int64(BLOCK))), T.bind(T.truncmod(row, T.int64(BLOCK)))
-
-    def int4_row(i, ids, w, s, out):
-        block, lane = where(ids, i)
-        with T.serial(groups) as g, T.serial(4) as word:
-            scale = T.bind(T.cast(s[block, g, lane], "float32"))
-            packed = T.bind(w[block, g, word, lane])
-            for half in range(2):
-                for byte in range(4):
-                    code = T.bitwise_and(T.shift_right(packed, T.uint32(8 * byte + 4 * half)), T.uint32(15))
-                    value = T.cast(T.cast(code, "int32") - ZERO, "float32") * scale
-                    put(out, value, i, g * GROUP + half * 16 + word * 4 + byte)
-
-    def float_row(i, ids, w, out):
-        block, lane = where(ids, i)
-        with T.serial(k) as j:
-            put(out, T.cast(w[block, j, lane], "float32"), i, j)
-
-    if dtype == "int4":
-
-        @T.prim_func(s_tir=True, private=True)
-        def embedding_int4(
-            ids_h: T.handle,
-            w: T.Buffer((blocks, groups, 4, BLOCK), "uint32"),
-            s: T.Buffer((blocks, groups, BLOCK), "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-            n = T.int64()
-            ids = T.match_buffer(ids_h, (n,), "int32")
-            out = T.match_buffer(out_h, (n, k), "float32")
-            for_rows(n, int4_row, ids, w, s, out)
-
-        return embedding_int4
-
-    @T.prim_func(s_tir=True, private=True)
-    def embedding_float(ids_h: T.handle, w: T.Buffer((blocks, k, BLOCK), dtype), out_h: T.handle):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        n = T.int64()
-        ids = T.match_buffer(ids_h, (n,), "int32")
-        out = T.match_buffer(out_h, (n, k), "float32")
-        for_rows(n, float_row, ids, w, out)
-
-    return embedding_float
-
-
-def prepare_int4_codes(n_out: int, k: int) -> tirx.PrimFunc:
-    """Build the kernel from stored codes ``uint32[N, K/8]`` (code j of word i = input 8i + j) to blocks."""
-    blocks, groups = num_blocks(n_out), k // GROUP
-
-    def block_codes(block, raw, out):
-        with T.serial(groups) as g, T.serial(4) as word, T.serial(BLOCK) as lane:
-            row = T.bind(block * BLOCK + lane)
-            stored = T.bind(T.min(row, n_out - 1))
-            packed = T.uint32(0)
-            for half in range(2):
-                source = raw[stored, g * 4 + half * 2 + T.truncdiv(word, 2)]
-                for byte in range(4):
-                    shift = T.cast(T.truncmod(word, 2) * 16 + byte * 4, "uint32")
-                    code = T.bitwise_and(T.shift_right(source, shift), T.uint32(15))
-                    packed = T.bitwise_or(packed, T.shift_left(code, T.uint32(8 * byte + 4 * half)))
-            put(out, T.Select(row < n_out, packed, T.uint32(0)), block, g, word, lane)
-
-    @T.prim_func(s_tir=True, private=True)
-    def prepare_int4_codes(
-        raw: T.Buffer((n_out, k // 8), "uint32"), out: T.Buffer((blocks, groups, 4, BLOCK), "uint32")
-    ):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        for block in T.parallel(blocks):
-            with T.sblock("block"):
-                vb = T.axis.spatial(blocks, block)
-                T.reads()
-                T.writes()
-                block_codes(vb, raw, out)
-
-    return prepare_int4_codes
-
-
-def prepare_blocks(n_out: int, columns: int, dtype: str) -> tirx.PrimFunc:
-    """Build the kernel from a stored matrix ``[N, columns]`` to ``[N/16, columns, 16]``, zero padded."""
-    blocks = num_blocks(n_out)
-
-    @T.prim_func(s_tir=True, private=True)
-    def prepare_blocks(
-        raw: T.Buffer((n_out, columns), dtype), out: T.Buffer((blocks, columns, BLOCK), dtype)
-    ):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        for block in T.parallel(blocks):
-            for column in T.serial(columns):
-                for lane in T.serial(BLOCK):
-                    with T.sblock("element"):
-                        vb, vc, vl = T.axis.remap("SSS", [block, column, lane])
-                        T.reads()
-                        T.writes()
-                        row: T.let = vb * BLOCK + vl
-                        value: T.let = raw[T.min(row, n_out - 1), vc]
-                        out[vb, vc, vl] = T.Select(row < n_out, value, T.cast(0, dtype))
-
-    return prepare_blocks
-
-
-def prepare_vector(n: int, dtype: str) -> tirx.PrimFunc:
-    """Build the kernel from a stored vector ``dtype[n]`` to float32."""
-
-    @T.prim_func(s_tir=True, private=True)
-    def prepare_vector(raw: T.Buffer((n,), dtype), out: T.Buffer((n,), "float32")):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        for i in T.serial(n):
-            with T.sblock("element"):
-                vi = T.axis.spatial(n, i)
-                T.reads()
-                T.writes()
-                out[vi] = T.cast(raw[vi], "float32")
-
-    return prepare_vector

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .linear import emit_quantize_row, quantized_width
+from .activations import emit_quantize_row, quantized_width
 from .row_ops import vector_lanes
 from .vector import CpuIsa, constant, exp, fma, for_rows, put, reduce_lanes, run, splat
 

@@ -184,3 +184,12 @@ def row_page_to_float(out, rows, start, values, lanes):
     """Copy ``values`` numbers of a row page ``rows[start]`` into the float32 buffer ``out``."""
     with T.serial(values // lanes) as j:
         put(out, T.cast(rows[(*start, run(j * lanes, lanes))], f"float32x{lanes}"), run(j * lanes, lanes))
+
+
+def for_blocks(count, body, *args):
+    """Emit ``body(i, *args)`` for ``i`` below ``count``, in parallel."""
+    with T.parallel(count) as i, T.sblock("block"):
+        block = T.axis.spatial(count, i)
+        T.reads()
+        T.writes()
+        body(block, *args)
