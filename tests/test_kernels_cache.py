@@ -28,8 +28,14 @@ def make_rows(layout: KVLayout, rng: np.random.Generator) -> np.ndarray:
     return np.stack([k.swapaxes(1, 2).reshape(heads, -1), v.reshape(heads, -1)], axis=1)
 
 
-@pytest.mark.parametrize(("k_bits", "v_bits"), SCHEMES)
-@pytest.mark.parametrize(("dim", "page"), [(64, 64), (80, 64), (128, 64), (256, 64), (96, 128), (64, 32)])
+SEALS = [(*scheme, 64, 64) for scheme in SCHEMES] + [
+    (k_bits, v_bits, dim, page)
+    for k_bits, v_bits in ((4, 4), (3, 2))
+    for dim, page in ((80, 64), (128, 64), (256, 64), (96, 128), (64, 32))
+]
+
+
+@pytest.mark.parametrize(("k_bits", "v_bits", "dim", "page"), SEALS)
 def test_seal_is_bit_exact(k_bits, v_bits, dim, page):
     layout = KVLayout(2, 3, dim, k_bits, v_bits, page)
     rng = np.random.default_rng(dim)
@@ -71,8 +77,7 @@ def test_attention_of_every_gqa_ratio(group):
         assert relative_error(out, expected) < 1e-5
 
 
-@pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize(("k_bits", "v_bits"), [(4, 4), (3, 3)])
+@pytest.mark.parametrize(("dim", "k_bits", "v_bits"), [(d, 4, 4) for d in DIMS] + [(80, 3, 3), (256, 3, 3)])
 def test_attention_of_every_head_dim(dim, k_bits, v_bits):
     rig = CacheRig(KVLayout(1, 1, dim, k_bits, v_bits), 2)
     for requests in ([("a", 140)], [("a", 1)]):

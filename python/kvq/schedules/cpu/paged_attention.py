@@ -101,7 +101,7 @@ class _Kernel:
                     at = block * tokens + (part * width + j) * lanes
                     put(scores, acc[r, j, run(0, lanes)], local + r, run(at, lanes))
 
-    def softmax(self, index, valid, zero: float, scale, scores, red, state) -> None:
+    def softmax(self, index, valid, zero, scale, scores, red, state) -> None:
         """Turn the scores of a page into weights of its values, and bring the split state to their maximum.
 
         ``scale[P]`` are the values' scales, ``zero`` the code that stands for 0.
@@ -133,13 +133,11 @@ class _Kernel:
         put(sums, fma(sums[index, run(0, lanes)], fade, total, lanes), index, run(0, lanes))
         lanes = self.d_lanes
         fade = T.bind(exp(splat(before - now, lanes), lanes))
-        if zero:
-            all_scaled = reduce_lanes(lambda a, b: a + b, scaled_total, red, self.lanes)
-            shift = T.bind(splat(all_scaled * T.float32(-zero), lanes))
+        all_scaled = reduce_lanes(lambda a, b: a + b, scaled_total, red, self.lanes)
+        shift = T.bind(splat(T.float32(0) - all_scaled * zero, lanes))
         with T.serial(self.dim // lanes) as j:
             at = run(j * lanes, lanes)
-            faded = acc_out[index, at] * fade
-            put(acc_out, faded + shift if zero else faded, index, at)
+            put(acc_out, fma(acc_out[index, at], fade, shift, lanes), index, at)
 
     def accumulate(self, local, heads: int, buf, block: int, valid, scores, acc_out) -> None:
         """Add a block's values, weighted, to the split state of ``heads`` heads of one row."""
@@ -169,17 +167,37 @@ class _Kernel:
         if self.group % self.heads:
             body(self.group // self.heads * self.heads, self.group % self.heads)
 
-    def attend(self, load_keys, load_values, zero: float, rows, q, head, buffers, state) -> None:
+    def load_scales(self, is_own, pool, unit, following, k_scale, k_minimum, v_scale) -> None:
+        """Scales and minimums of a page, 1 and 0 where it has none. Asks for the page that follows."""
+        layout, pages = self.layout, self.pages
+        with T.If(is_own):
+            with T.Then():
+                pages.fill(k_scale, self.dim, 1.0)
+                pages.fill(k_minimum, self.dim, 0.0)
+                pages.fill(v_scale, self.page, 1.0)
+            with T.Else():
+                prefetch(pool, following, layout.unit_words)
+                if layout.k_bits is None:
+                    pages.fill(k_scale, self.dim, 1.0)
+                    pages.fill(k_minimum, self.dim, 0.0)
+                else:
+                    pages.load_key_scales(pool, unit, k_scale, k_minimum)
+                if layout.v_bits is None:
+                    pages.fill(v_scale, self.page, 1.0)
+                else:
+                    pages.load_value_scales(pool, unit, v_scale)
+
+    def attend(self, load, zero, rows, q, head, buffers, state) -> None:
         """Add one page to the split state of every row of the task.
 
-        ``load_keys(block)`` and ``load_values(block)`` fill the buffer; the scales are there. ``rows`` is
-        (number, first row, the tokens of the page that row ``i`` sees).
+        ``load(part, block)`` fills the buffer with keys (part 0) or values; the scales are there; ``zero`` is
+        the value code that stands for 0. ``rows`` is (number, first row, the tokens that row ``i`` sees).
         """
         num_rows, first_row, valid = rows
         buf, k_scale, k_minimum, v_scale, query, scores, red = buffers
         group = self.group
         for block in range(self.page // self.tokens):
-            load_keys(block)
+            load(0, block)
             with T.serial(num_rows) as i:
                 self.scale_query(q, first_row + i, head * group, k_scale, k_minimum, query, red)
                 self.for_heads(
@@ -192,7 +210,7 @@ class _Kernel:
             with T.serial(group) as r:
                 self.softmax(T.bind(i * group + r), seen, zero, v_scale, scores, red, state)
         for block in range(self.page // self.tokens):
-            load_values(block)
+            load(1, block)
             with T.serial(num_rows) as i:
                 seen = T.bind(valid(i))
                 self.for_heads(
@@ -248,10 +266,6 @@ class _Kernel:
         first_row, num_rows = T.bind(tasks[at, 0]), T.bind(tasks[at, 1] - tasks[at, 0])
         own_page = T.bind(T.shift_right(positions[first_row], T.int32(self.page.bit_length() - 1)))
         own = T.bind(T.cast(tasks[at, 3], "int64"))
-
-        def own_tokens(i):
-            return T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1
-
         buf = T.sblock_alloc_buffer((self.tokens * self.dim,), "float32")
         k_scale, k_minimum = (T.sblock_alloc_buffer((self.dim,), "float32") for _ in range(2))
         v_scale = T.sblock_alloc_buffer((self.page,), "float32")
@@ -278,45 +292,34 @@ class _Kernel:
             pages = T.bind(T.min(own_page + 1 - number * SPLIT_PAGES, SPLIT_PAGES))
             with T.serial(pages) as p:
                 j = T.bind(number * SPLIT_PAGES + p)
-                with T.If(j == own_page):
-                    with T.Then():
-                        for buffer, extent, value in (
-                            (k_scale, self.dim, 1.0),
-                            (k_minimum, self.dim, 0.0),
-                            (v_scale, self.page, 1.0),
-                        ):
-                            self.pages.fill(buffer, extent, value)
-                        rows = (kv_open, kv_workspace, num_open)
-                        self.attend(
-                            lambda block: self.pages.load_own(rows, own, layer, head, 0, block, buf),
-                            lambda block: self.pages.load_own(rows, own, layer, head, 1, block, buf),
-                            0.0,
-                            (num_rows, first_row, own_tokens),
-                            *(q, head, buffers, split),
-                        )
-                    with T.Else():
-                        after = T.min(j + 1, own_page - 1)
-                        unit, following = (
-                            (T.bind(T.cast(table[tasks[at, 2] + page], "int64")), layer, head)
-                            for page in (j, after)
-                        )
-                        prefetch(pool, following, layout.unit_words)
-                        if layout.k_bits is None:
-                            self.pages.fill(k_scale, self.dim, 1.0)
-                            self.pages.fill(k_minimum, self.dim, 0.0)
-                        else:
-                            self.pages.load_key_scales(pool, unit, k_scale, k_minimum)
-                        if layout.v_bits is None:
-                            self.pages.fill(v_scale, self.page, 1.0)
-                        else:
-                            self.pages.load_value_scales(pool, unit, v_scale)
-                        self.attend(
-                            lambda block: self.pages.load_keys(pool, unit, block, buf),
-                            lambda block: self.pages.load_values(pool, unit, block, buf),
-                            float(2 ** (layout.v_bits - 1)) if layout.v_bits else 0.0,
-                            (num_rows, first_row, lambda i: T.int32(self.page)),
-                            *(q, head, buffers, split),
-                        )
+                is_own = T.bind(j == own_page)
+
+                def pool_page(index):
+                    # the first of a sequence's pages may be its own: then there is none to look up
+                    number = T.if_then_else(is_own, T.int32(0), table[tasks[at, 2] + index])
+                    return T.bind(T.cast(number, "int64"))
+
+                unit = (pool_page(j), layer, head)
+                following = (pool_page(T.min(j + 1, own_page - 1)), layer, head)
+                self.load_scales(is_own, pool, unit, following, k_scale, k_minimum, v_scale)
+                rows = (kv_open, kv_workspace, num_open)
+
+                def load(part: int, block: int) -> None:
+                    """K (part 0) or V (part 1) of a block of the page, wherever it stands."""
+                    with T.If(is_own):
+                        with T.Then():
+                            self.pages.load_own(rows, own, layer, head, part, block, buf)
+                        with T.Else():
+                            sealed = self.pages.load_values if part else self.pages.load_keys
+                            sealed(pool, unit, block, buf)
+
+                def seen(i):
+                    own_tokens = T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1
+                    return T.Select(is_own, own_tokens, T.int32(self.page))
+
+                half = T.float32(2 ** (layout.v_bits - 1) if layout.v_bits else 0)
+                zero = T.bind(T.Select(is_own, T.float32(0), half))
+                self.attend(load, zero, (num_rows, first_row, seen), q, head, buffers, split)
             with T.serial(num_rows * group) as i:
                 peak, sums, acc_out = split
                 add = T.bind(reduce_lanes(lambda a, b: a + b, sums[i, run(0, lanes)], red, lanes))
