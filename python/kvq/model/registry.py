@@ -10,7 +10,7 @@ from kvq.errors import CompileError
 from .llama import LlamaForCausalLM
 
 #: ``model_type`` of a configuration to the module that implements it.
-MODELS = {"llama": LlamaForCausalLM, "mistral": LlamaForCausalLM}
+MODELS = {"llama": LlamaForCausalLM}
 
 
 def export_model(config: ModelConfig) -> tuple[IRModule, list[str]]:

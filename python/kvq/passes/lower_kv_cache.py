@@ -26,6 +26,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
+from kvq.model.kv_cache import CREATE_GENERIC
 from kvq.model.rope import rope_parameters
 from kvq.quantization.scheme import KVQuantization
 from kvq.schedules.cpu.kv_append import kv_append, rope_table
@@ -33,7 +34,6 @@ from kvq.schedules.cpu.kv_seal import kv_carry, kv_seal
 from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, paged_attention
 from kvq.schedules.cpu.vector import CpuIsa
 
-CREATE = "mlc.create_paged_kv_cache_generic"
 ATTENTION = "vm.builtin.attention_kv_cache_attention_with_fused_qkv"
 POSITIONS = "vm.builtin.attention_kv_cache_get_query_positions"
 
@@ -111,7 +111,7 @@ def find_creation(mod: IRModule) -> tuple[GlobalVar, CacheGeometry] | None:
     for gv, func in mod.functions_items():
         if not isinstance(func, relax.Function):
             continue
-        for call in _calls(func, CREATE):
+        for call in _calls(func, CREATE_GENERIC):
             return gv, CacheGeometry.from_call(call)
     return None
 
