@@ -1,4 +1,4 @@
-"""``kvq eval``: what each cache scheme costs in quality."""
+"""``kvq eval perplexity``: perplexity, divergence and agreement of each cache scheme on a text."""
 
 from __future__ import annotations
 
@@ -6,31 +6,22 @@ import argparse
 import json
 from typing import Any
 
-NAME = "eval"
-
 _EXAMPLE = """example:
   kvq eval perplexity smollm2 --kv none,int8,int4,int3
   kvq eval perplexity ./out --text book.txt --window 2048 --max-tokens 16384 --json
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add the command to ``kvq``."""
-    parser = subparsers.add_parser(
-        NAME,
-        help="quality of the cache schemes, through the compiled library",
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    perplexity = kinds.add_parser(
+def add_parser(kinds: Any) -> None:
+    """Add the kind to ``kvq eval``."""
+    parser = kinds.add_parser(
         "perplexity",
         help="perplexity, KL divergence and agreement on a text",
         description="Scores a text under each cache scheme, as it is served, against the unquantized cache.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = perplexity.add_argument
+    add = parser.add_argument
     add("model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory")
     add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
     add("--kv", metavar="LIST", default="none,int8,int4,int3", help="cache schemes (default: %(default)s)")
@@ -41,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     add("--chunk", metavar="N", type=int, default=256, help="tokens of a prefill step (default: %(default)s)")
     add("--opt", default="O1", help="O1 computes with exact activations (default: %(default)s)")
     add("--json", action="store_true", help="print a JSON list, an object a scheme")
-    perplexity.set_defaults(func=run)
+    parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
