@@ -101,6 +101,14 @@ class Tokenizer:
         token: str | None = self._tokenizer.id_to_token(index)
         return token
 
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes that a token stands for; empty for an id that stands for nothing."""
+        return self._bytes.of(index)
+
+    def is_special(self, index: int) -> bool:
+        """Whether a token is a marker and no text."""
+        return self._bytes.is_special(index)
+
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; markers such as ``<|im_end|>`` become their single ids.
 
