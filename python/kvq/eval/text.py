@@ -1,4 +1,4 @@
-"""The text that is scored: the prose that ships with kvq, or a file."""
+"""The text that is scored: prose or code that ships with kvq, or a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from kvq.errors import ConfigError
 
 #: Name that ``--text`` defaults to.
 DEFAULT_TEXT = "opticks"
-_SHIPPED = {DEFAULT_TEXT: "opticks_queries.txt"}
+#: Files of the texts that ship, by name; sources and licences are in ``texts/README.md``.
+SHIPPED = {DEFAULT_TEXT: ("opticks_queries.txt", "opticks_fits.txt"), "code": ("tvm_code.txt",)}
 
 
 def read_text(name: str) -> str:
@@ -20,11 +21,14 @@ def read_text(name: str) -> str:
     ConfigError
         If there is no such file, or it is not UTF-8.
     """
-    if name in _SHIPPED and not Path(name).exists():
-        return (files("kvq.eval") / "texts" / _SHIPPED[name]).read_text(encoding="utf-8")
+    if name in SHIPPED and not Path(name).exists():
+        directory = files("kvq.eval") / "texts"
+        return "".join((directory / file).read_text(encoding="utf-8") for file in SHIPPED[name])
     try:
         return Path(name).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {name}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except OSError as error:
-        raise ConfigError(f"--text {name}: {error.strerror}: give a file, or {DEFAULT_TEXT}") from None
+        raise ConfigError(
+            f"--text {name}: {error.strerror}: give a file, or {', or '.join(SHIPPED)}"
+        ) from None
