@@ -1,7 +1,7 @@
 """Write the texts that ``kvq eval`` scores, from files that dependencies of kvq carry.
 
-Prose: ``apache-tvm-ffi`` ships Newton's *Opticks* (4th edition, 1730; public domain; transcribed by
-Distributed Proofreaders) as test data of its stack-trace library. Kept are the Queries that end the third Book
+Prose: ``apache-tvm-ffi`` has Newton's *Opticks* (4th edition, 1730; public domain; transcribed by
+Distributed Proofreaders) as test data of a stack-trace library. Kept are the Queries that end the third Book
 and the third Part of the second, one line a paragraph, without sidenotes, figures, tables, footnotes and the
 transcribers' marks for italics. Code: Python and C++ of ``apache-tvm`` (Apache-2.0), file after file, the
 licence header once::

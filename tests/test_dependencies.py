@@ -47,7 +47,7 @@ DECLARED = {
         "pydantic",
         "rich",
     ),
-    *("fastapi", "uvicorn", "prometheus_client", "llguidance", "matplotlib"),
+    *("fastapi", "uvicorn", "prometheus_client", "llguidance", "matplotlib", "jsonschema"),
     *("huggingface_hub", "starlette", "markupsafe"),
 }
 
