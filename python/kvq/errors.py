@@ -31,3 +31,7 @@ class OutOfMemoryError(KvqError):
 
 class CacheError(KvqError):
     """A request the KV cache cannot serve: no free page, an unknown sequence, a bad length."""
+
+
+class EngineError(KvqError):
+    """An answer that the engine had to end: a step that failed, or a shutdown."""
