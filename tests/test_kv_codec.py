@@ -5,13 +5,13 @@ import pytest
 
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
-from kvq.quantization import kv_codec
+from kvq.quantization import fragments, kv_codec
 
 BITS = (8, 4, 3, 2)
 
 
-def make_layout(k_bits, v_bits, dim=64, page=64):
-    return KVLayout(1, 1, dim, k_bits, v_bits, page_size=page)
+def make_layout(k_bits, v_bits, dim=64, page=64, order="lanes"):
+    return KVLayout(1, 1, dim, k_bits, v_bits, page_size=page, order=order)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -39,6 +39,69 @@ def test_unit_round_trip(bits, dim, page):
     error = np.abs(out["v"] - v)
     # the element opposite to the extreme one may sit a step beyond the last code
     assert np.all(error <= step * 1.02) and np.mean(error <= step * 0.501) > 0.95
+
+
+@pytest.mark.parametrize("bits", [*BITS, 16])
+@pytest.mark.parametrize(("page", "dim"), [(32, 64), (64, 64), (64, 80), (64, 128), (128, 112), (32, 256)])
+def test_fragments_hold_the_registers_of_the_instruction(bits, page, dim):
+    """Register r of lane 4 g + c of tile (T, t), as the PTX manual draws operand A."""
+    codes = np.random.default_rng(bits).integers(0, 2**bits, (page, dim)).astype(np.uint16)
+    per_lane = page * dim // 32
+    for side in (fragments.KEYS, fragments.VALUES):
+        words = fragments.pack(codes, bits, side)
+        assert words.shape == (page * dim * bits // 32,)
+        vector = fragments.vector_words(page, dim, bits)
+        lanes = words.reshape(-1, 32, vector).swapaxes(0, 1).reshape(32, -1, bits)
+        halves = np.stack([lanes & 0xFFFF, lanes >> 16], axis=-2).astype(np.uint16)
+        found = np.moveaxis(fragments.unpack_halves(halves, bits), -2, -1).reshape(32, per_lane // 8, 4, 2)
+        lane, tile, pair, half = np.meshgrid(*map(np.arange, found.shape), indexing="ij")
+        g, c, big, small = lane // 4, lane % 4, tile // (dim // 16), tile % (dim // 16)
+        keys = side is fragments.KEYS
+        register = np.array([0, 2, 1, 3])[pair] if keys else pair  # pairs of equal parity share a factor
+        row, column = g + 8 * (register % 2), 2 * c + half + 8 * (register // 2)  # of operand A
+        token_in_tile, channel_in_tile = (row, column) if keys else (column, row)
+        token = token_in_tile % 8 * (page // 8) + 2 * big + token_in_tile // 8
+        if keys:  # four channels of a lane are neighbours, so that it reads its queries and scales at once
+            channel = c * (dim // 4) + 4 * small + half + 2 * (column // 8)
+        else:
+            channel = channel_in_tile % 8 * (dim // 8) + 2 * small + channel_in_tile // 8
+        np.testing.assert_array_equal(found, codes[token, channel])
+        layout = make_layout(None, None, dim, page, "fragments")
+        np.testing.assert_array_equal(fragments.unpack(words, layout, bits, side), codes)
+
+
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits"), [(4, 4), (3, 3), (8, 8), (4, 2), (4, None), (None, 3), (None, None)]
+)
+@pytest.mark.parametrize(("page", "dim"), [(32, 64), (64, 80), (64, 128), (128, 96)])
+def test_fragments_change_the_order_alone(k_bits, v_bits, page, dim):
+    rng = np.random.default_rng(0)
+    k, v = rng.standard_normal((2, 3, page, dim)).astype(np.float16)
+    lanes, order = (make_layout(k_bits, v_bits, dim, page, order) for order in ("lanes", "fragments"))
+    words = kv_codec.seal_unit(k, v, order)
+    assert words.shape == (3, order.unit_words)
+    offsets = (
+        order.k_scale_offset,
+        order.k_min_offset,
+        order.v_offset,
+        order.v_scale_offset,
+        order.k_base_offset,
+    )
+    assert all(offset % 4 == 0 for offset in (*offsets, order.unit_words))
+    expected = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, lanes), lanes)
+    found = kv_codec.unpack_unit(words, order)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("order", ["lanes", "fragments"])
+def test_float32_rows_round_trip(order):
+    layout = KVLayout(1, 1, 64, None, None, row_dtype="float32", order=order)
+    k, v = np.random.default_rng(4).standard_normal((2, 2, 64, 64)).astype(np.float32)
+    out = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, layout), layout)
+    np.testing.assert_array_equal(out["k"], k)
+    np.testing.assert_array_equal(out["v"], v)
 
 
 @pytest.mark.parametrize(("k_bits", "v_bits"), [(None, None), (4, None), (None, 3), (4, 2), (3, 2)])
@@ -120,3 +183,9 @@ def test_unsupported_geometry_is_refused():
         make_layout(4, 4, 64, 48)
     with pytest.raises(ConfigError, match="64 or 128"):
         make_layout(3, 3, 72, 32)
+    with pytest.raises(ConfigError, match="multiple of 16"):
+        make_layout(4, 4, 72, order="fragments")
+    with pytest.raises(ConfigError, match="64 or 128"):
+        make_layout(4, 4, 80, 32, order="fragments")
+    with pytest.raises(ConfigError, match="order 'rows'"):
+        make_layout(4, 4, order="rows")

@@ -18,6 +18,10 @@ A K scale is ``(1 + m/16) * 2**(e + base - SCALE_BIAS)`` for the code ``16 e + m
 Rows that are not sealed live in *row pages* (the open pages and the step's workspace): K as
 ``[head_dim, page_size]``, V as ``[page_size, head_dim]``. An unquantized component of a sealed page
 is stored just so.
+
+That is the order ``lanes``, for vector units. In the order ``fragments``, for tensor cores, scales and
+minimums stand as above and codes in the order of :mod:`kvq.quantization.fragments`, fp16 components
+too; row pages hold K as ``[page_size, head_dim]``, as V; and every section is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -30,6 +34,8 @@ from kvq.errors import ConfigError
 K_LANES = 16
 #: Codes that are packed together: 32 codes of b bits fill exactly b words.
 CODES_PER_CHUNK = 32
+#: Tokens and channels of a tile of the order ``fragments``: operand A of mma.m16n8k16.
+FRAGMENT_TILE = 16
 #: Tokens of a page whose V scale carries one bit of the K base in its lowest bit.
 BASE_BITS = 8
 #: Exponent bias of a K scale.
@@ -54,6 +60,8 @@ class KVLayout:
         Tokens in a page: 32, 64 or 128.
     row_dtype : str
         ``float16`` or ``float32``: dtype of rows that are not sealed, and of unquantized pages.
+    order : str
+        ``lanes`` (CPU) or ``fragments`` (tensor cores): where a code lies within its page.
     """
 
     num_layers: int
@@ -63,6 +71,7 @@ class KVLayout:
     v_bits: int | None = 4
     page_size: int = 64
     row_dtype: str = "float16"
+    order: str = "lanes"
 
     def __post_init__(self) -> None:
         if self.page_size not in (32, 64, 128):
@@ -71,7 +80,13 @@ class KVLayout:
             raise ConfigError(
                 f"head_dim {self.head_dim} is not supported: it must be a multiple of 8, at most 256"
             )
-        if self.k_bits and (self.head_dim * self.page_size) % (K_LANES * CODES_PER_CHUNK):
+        if self.order not in ("lanes", "fragments"):
+            raise ConfigError(f"order {self.order!r} is not supported: use lanes or fragments")
+        if self.order == "fragments" and self.head_dim % FRAGMENT_TILE:
+            raise ConfigError(
+                f"head_dim {self.head_dim} is not supported on tensor cores: it must be a multiple of 16"
+            )
+        if (self.k_bits or self.order == "fragments") and self.head_dim * self.page_size % self._chunk_values:
             raise ConfigError(
                 f"head_dim {self.head_dim} needs a page size of 64 or 128, not {self.page_size}"
             )
@@ -79,6 +94,11 @@ class KVLayout:
             raise ConfigError(f"row dtype {self.row_dtype!r} is not supported: use float16 or float32")
         if self.row_dtype != "float16" and (self.k_bits or self.v_bits):
             raise ConfigError("a quantized cache keeps its open rows in float16")
+
+    @property
+    def _chunk_values(self) -> int:
+        """Values whose codes are packed by one vector, or one warp, at once."""
+        return (K_LANES if self.order == "lanes" else 32) * CODES_PER_CHUNK
 
     # ---- the unit: one sealed page of one layer and one KV head --------------------------------
     @property
@@ -134,7 +154,8 @@ class KVLayout:
     @property
     def unit_words(self) -> int:
         """32-bit words of one unit."""
-        return self.k_base_offset + int(self.k_bits is not None and self.v_bits is None)
+        own_base = self.k_bits is not None and self.v_bits is None
+        return self.k_base_offset + int(own_base) * (1 if self.order == "lanes" else 4)
 
     @property
     def bits_per_value(self) -> float:

@@ -21,6 +21,7 @@ from kvq.layout import (
     SCALE_MIN_EXPONENT,
     KVLayout,
 )
+from kvq.quantization import fragments
 
 #: A scale's float32 bits, shifted down to its 4 mantissa bits, minus those of its code, is
 #: ``16 * (base + _EXPONENT_OFFSET)``.
@@ -172,6 +173,8 @@ def quantize_values(
 
 
 def _pack_keys(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
+    if layout.order == "fragments":
+        return fragments.pack(codes, layout.k_bits or 0, fragments.KEYS)
     lead = codes.shape[:-2]
     per_lane = codes.reshape(*lead, layout.page_size // K_LANES, K_LANES, layout.head_dim)
     stream = np.moveaxis(per_lane, (-1, -3, -2), (-3, -2, -1))  # [..., channel, q, lane]
@@ -181,6 +184,8 @@ def _pack_keys(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 
 def _unpack_keys(words: np.ndarray, layout: KVLayout) -> np.ndarray:
+    if layout.order == "fragments":
+        return fragments.unpack(words, layout, layout.k_bits or 0, fragments.KEYS)
     lead, bits = words.shape[:-1], layout.k_bits or 0
     chunks = words.reshape(*lead, -1, bits, K_LANES)
     stream = np.moveaxis(unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2)  # [..., chunk, 32, lane]
@@ -189,6 +194,8 @@ def _unpack_keys(words: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 
 def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
+    if layout.order == "fragments":
+        return fragments.pack(codes, layout.v_bits or 0, fragments.VALUES)
     lead = codes.shape[:-2]
     chunks = codes.reshape(*lead, -1, CODES_PER_CHUNK, layout.head_dim)
     words = pack_codes(np.moveaxis(chunks, -2, -1), layout.v_bits or 0)  # [..., chunk, channel, b]
@@ -196,6 +203,8 @@ def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 
 def _unpack_values(words: np.ndarray, layout: KVLayout) -> np.ndarray:
+    if layout.order == "fragments":
+        return fragments.unpack(words, layout, layout.v_bits or 0, fragments.VALUES)
     lead, bits = words.shape[:-1], layout.v_bits or 0
     chunks = words.reshape(*lead, -1, bits, layout.head_dim)
     codes = np.moveaxis(unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2)
@@ -204,6 +213,26 @@ def _unpack_values(words: np.ndarray, layout: KVLayout) -> np.ndarray:
 
 def _as_words(x: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(x).view(np.uint32)
+
+
+def _pack_rows(rows: np.ndarray, layout: KVLayout, side: fragments.Side) -> np.ndarray:
+    """Words of an unquantized component of a page, from its rows ``[..., page, head_dim]``."""
+    if layout.order == "fragments" and layout.row_dtype == "float16":
+        return fragments.pack(rows.view(np.uint16), 16, side)
+    if layout.order == "lanes" and side is fragments.KEYS:
+        rows = np.swapaxes(rows, -1, -2)
+    return _as_words(rows.reshape(*rows.shape[:-2], -1))
+
+
+def _unpack_rows(words: np.ndarray, layout: KVLayout, side: fragments.Side) -> np.ndarray:
+    """The inverse of :func:`_pack_rows`."""
+    page, dim = layout.page_size, layout.head_dim
+    if layout.order == "fragments" and layout.row_dtype == "float16":
+        return fragments.unpack(words, layout, 16, side).astype(np.uint16).view(np.float16)
+    transposed = layout.order == "lanes" and side is fragments.KEYS
+    shape = (*words.shape[:-1], dim, page) if transposed else (*words.shape[:-1], page, dim)
+    rows = words.view(layout.row_dtype).reshape(shape)
+    return np.swapaxes(rows, -1, -2) if transposed else rows
 
 
 def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -224,14 +253,16 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> np.ndarray:
     parts = []
     base = None
     if layout.k_bits is None:
-        parts.append(_as_words(np.swapaxes(k, -1, -2).reshape(*lead, -1)))
+        parts.append(_pack_rows(k, layout, fragments.KEYS))
     else:
         codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits)
         parts += [_pack_keys(codes, layout), _as_words(scale_codes), _as_words(minimum)]
     if layout.v_bits is None:
-        parts.append(_as_words(v.reshape(*lead, -1)))
+        parts.append(_pack_rows(v, layout, fragments.VALUES))
         if base is not None:
-            parts.append(base.astype(np.uint32)[..., None])
+            own = np.zeros((*lead, layout.unit_words - layout.k_base_offset), np.uint32)
+            own[..., 0] = base
+            parts.append(own)
     else:
         codes, scale = quantize_values(v, layout.v_bits, base)
         parts += [_pack_values(codes, layout), _as_words(scale)]
@@ -252,12 +283,10 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         ``k``, ``v`` (float32 ``[..., page, head_dim]``; ``v`` rotated as stored), ``v_unrotated``, and
         for a quantized component ``k_codes``, ``k_scale``, ``k_min``, ``k_base``, ``v_codes``, ``v_scale``.
     """
-    lead = words.shape[:-1]
-    page, dim = layout.page_size, layout.head_dim
     out: dict[str, np.ndarray] = {}
     v_raw = np.ascontiguousarray(words[..., layout.v_offset : layout.v_scale_offset])
     if layout.v_bits is None:
-        out["v"] = v_raw.view(layout.row_dtype).reshape(*lead, page, dim).astype(np.float32)
+        out["v"] = _unpack_rows(v_raw, layout, fragments.VALUES).astype(np.float32)
         out["v_unrotated"] = out["v"]
     else:
         scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_base_offset])
@@ -265,11 +294,10 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         out["v_codes"] = _unpack_values(v_raw, layout)
         centred = out["v_codes"].astype(np.float32) - np.float32(2 ** (layout.v_bits - 1))
         out["v"] = centred * out["v_scale"].astype(np.float32)[..., None]
-        out["v_unrotated"] = out["v"] @ hadamard(dim)
+        out["v_unrotated"] = out["v"] @ hadamard(layout.head_dim)
     k_raw = np.ascontiguousarray(words[..., : layout.k_scale_offset])
     if layout.k_bits is None:
-        rows = k_raw.view(layout.row_dtype).reshape(*lead, dim, page)
-        out["k"] = np.swapaxes(rows, -1, -2).astype(np.float32)
+        out["k"] = _unpack_rows(k_raw, layout, fragments.KEYS).astype(np.float32)
         return out
     if layout.base_in_v_scales:
         lowest = out["v_scale"].view(np.uint16)[..., :BASE_BITS] & 1
