@@ -30,11 +30,12 @@ from kvq.passes.lower_weights import LowerWeights, WeightPlan
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, SPLIT_PAGES, TILE_ROWS
 from kvq.schedules.cpu.vector import CpuIsa
 
 GOLDENS = Path(__file__).parent / "goldens" / "ir"
-ISA = CpuIsa(8, "generic")
+KERNELS = CpuKernels(CpuIsa(8, "generic"))
 
 
 def relax_text(mod: tvm.IRModule) -> str:
@@ -84,7 +85,7 @@ def mlp_module() -> tuple[tvm.IRModule, list[tuple[str, tuple[int, ...]]]]:
 
 
 def weight_plan(scheme: str, params: list[tuple[str, tuple[int, ...]]]) -> WeightPlan:
-    plan = WeightPlan(WEIGHT_SCHEMES[scheme])
+    plan = WeightPlan(WEIGHT_SCHEMES[scheme], KERNELS)
     for name, shape in params:
         plan.add(name, shape)
     return plan
@@ -92,25 +93,25 @@ def weight_plan(scheme: str, params: list[tuple[str, tuple[int, ...]]]) -> Weigh
 
 def test_kv_rewrite_of_a_foreign_module():
     before = foreign_module()
-    after = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", ISA)(before)
+    after = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", KERNELS)(before)
     check("lower_kv_cache", before, after)
     kernels = {gv.name_hint for gv, func in after.functions_items() if not isinstance(func, relax.Function)}
     assert kernels == {"rope_table", "kv_append_0_125", "kv_seal", "paged_attention", "kv_carry"}
-    again = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", ISA)(after)
+    again = LowerPagedKVCache(KVQuantization("int4", "int3"), 64, "float16", KERNELS)(after)
     tvm.ir.assert_structural_equal(again, after)  # nothing is left to rewrite
 
 
 @pytest.mark.parametrize(("scheme", "exact"), [("q4f16_1", False), ("q4f16_1", True), ("q0f16", False)])
 def test_lower_weights(scheme, exact):
     before, params = mlp_module()
-    after = LowerWeights(weight_plan(scheme, params), exact, ISA)(before)
+    after = LowerWeights(weight_plan(scheme, params), exact)(before)
     check(f"lower_weights_{scheme}{'_exact' if exact else ''}", before, after)
 
 
 def test_fuse_pointwise():
     mod, params = mlp_module()
-    before = LowerWeights(weight_plan("q4f16_1", params), False, ISA)(mod)
-    after = relax.transform.DeadCodeElimination(["main"])(FusePointwise(ISA)(before))
+    before = LowerWeights(weight_plan("q4f16_1", params), False)(mod)
+    after = relax.transform.DeadCodeElimination(["main"])(FusePointwise(KERNELS)(before))
     check("fuse_pointwise", before, after)
 
 
@@ -126,7 +127,7 @@ def test_a_residual_that_is_used_twice_is_not_fused():
         spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
     )
     plan = weight_plan("q4f16_1", [(name, tuple(int(s) for s in p.shape)) for name, p in params])
-    after = FusePointwise(ISA)(LowerWeights(plan, False, ISA)(mod))
+    after = FusePointwise(KERNELS)(LowerWeights(plan, False)(mod))
     assert "linear_int8_add" not in relax_text(after) and "R.add" in relax_text(after)
 
 
@@ -165,7 +166,7 @@ def creation_with(**changes: object) -> tvm.IRModule:
 )
 def test_a_cache_that_kvq_does_not_have_is_refused(changes, message):
     with pytest.raises(CompileError, match=message):
-        LowerPagedKVCache(KVQuantization(), 64, "float16", ISA)(creation_with(**changes))
+        LowerPagedKVCache(KVQuantization(), 64, "float16", KERNELS)(creation_with(**changes))
 
 
 def test_geometry_is_read_from_the_creation_call():
@@ -182,7 +183,7 @@ class ForeignRig:
 
     def __init__(self, kv: KVQuantization, opt: str) -> None:
         target = cpu_target(opt)
-        mod = LowerPagedKVCache(kv, 64, "float16", target.isa)(foreign_module())
+        mod = LowerPagedKVCache(kv, 64, "float16", target.kernels)(foreign_module())
         pipeline = relax.get_default_pipeline(target.target)
         executable = tvm.compile(mod, target.target, relax_pipeline=pipeline)
         self.machine = relax.VirtualMachine(executable, tvm.cpu())

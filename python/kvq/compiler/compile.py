@@ -19,11 +19,9 @@ from kvq.passes.lower_weights import WeightPlan
 from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve
 from kvq.quantization.weights import stored_parameters
-from kvq.runtime.cache_shape import SCRATCH_SLOTS
-from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
 
 from .link import link_shared
-from .target import CpuTarget, target_for
+from .target import CompileTarget, target_for
 
 #: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
 #: activations; O2 int8 activations; O3 as O2 (nothing more to gain yet).
@@ -61,6 +59,7 @@ def compile_model(
     output: str | Path,
     *,
     device: str = "cpu",
+    cuda_arch: str | None = None,
     opt: str = "O2",
     overrides: str | None = None,
     debug_dump: str | Path | None = None,
@@ -74,7 +73,9 @@ def compile_model(
     output : str or Path
         The library to write; an existing one is replaced only by a whole new one.
     device : str
-        What to compile for.
+        What to compile for: ``cpu`` or ``cuda``.
+    cuda_arch : str, optional
+        GPU architectures such as ``sm_80,sm_90``; by default this machine's, or the usual ones.
     opt : str
         One of :data:`OPT_LEVELS`.
     overrides : str, optional
@@ -98,17 +99,18 @@ def compile_model(
     asked = parse_overrides(overrides)
     page_size = asked.pop("page_size", PAGE_SIZE)
     config = config.model_copy(update=asked)
-    target = target_for(device, opt)
+    target = target_for(device, opt, cuda_arch)
     _make_parent(Path(output))
     executable = _build(config, page_size, target, opt, Path(debug_dump) if debug_dump else None)
-    return _export(executable, Path(output))
+    return _export(executable, target, Path(output))
 
 
-def _build(config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debug_dump: Path | None) -> Any:
+def _build(
+    config: ChatConfig, page_size: int, target: CompileTarget, opt: str, debug_dump: Path | None
+) -> Any:
     weights, kv = resolve(config.quantization, config.kv_quantization)
     model = config.model
-    quantized = kv.k_bits is not None or kv.v_bits is not None
-    row_dtype = "float16" if quantized else weights.row_dtype
+    row_dtype = kv.row_dtype(weights)
     layout = KVLayout(
         model.num_hidden_layers,
         model.num_key_value_heads,
@@ -120,9 +122,10 @@ def _build(config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debu
     )
     mod, names = export_model(model)
     shapes = _shapes(mod, names)
-    plan = WeightPlan(weights)
+    plan = WeightPlan(weights, target.kernels)
     for name in names:
         plan.add(name, shapes[name])
+    shape = target.kernels.attention_shape(layout, model.num_attention_heads)
     metadata = {
         "kvq_version": __version__,
         "tvm_version": version("apache-tvm"),
@@ -130,15 +133,14 @@ def _build(config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debu
         "quantization": weights.name,
         "kv_quantization": str(kv),
         "opt": opt,
-        "target": target.options,
+        "target": target.description,
         "cpu_features": list(target.features),
-        "kernels": {"lanes": target.isa.lanes, "dot": target.isa.dot},
         "model": model.model_dump(),
         "kv_layout": layout.to_dict(),
         "attention": {
-            "split_pages": SPLIT_PAGES,
-            "scratch_slots": SCRATCH_SLOTS,
-            "tile_rows": TILE_ROWS,
+            "split_pages": shape.split_pages,
+            "scratch_slots": shape.scratch_slots,
+            "tile_rows": shape.tile_rows,
         },
         "context_window_size": config.context_window_size,
         "prefill_chunk_size": config.prefill_chunk_size,
@@ -155,12 +157,17 @@ def _build(config: ChatConfig, page_size: int, target: CpuTarget, opt: str, debu
         row_dtype=row_dtype,
         weights=plan,
         exact=opt in ("O0", "O1"),
-        isa=target.isa,
+        kernels=target.kernels,
         metadata=metadata,
     )
     with target.target:
         mod = run_pipeline(mod, passes, _dumper(debug_dump))
-        return tvm.compile(mod, target.target, relax_pipeline=relax.get_default_pipeline(target.target))
+        return tvm.compile(
+            mod,
+            target.target,
+            relax_pipeline=relax.get_default_pipeline(target.target),
+            tir_pipeline=target.tir_pipeline,
+        )
 
 
 def _shapes(mod: tvm.IRModule, names: list[str]) -> dict[str, tuple[int, ...]]:
@@ -193,11 +200,11 @@ def _make_parent(output: Path) -> None:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
 
 
-def _export(executable: Any, output: Path) -> Path:
+def _export(executable: Any, target: CompileTarget, output: Path) -> Path:
     """Write the library under a temporary name, then rename it."""
     temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.so")
     try:
-        executable.export_library(str(temporary), fcompile=link_shared)
+        executable.mod.export_library(str(temporary), fcompile=link_shared, fpack_imports=target.pack_imports)
         temporary.replace(output)
     except OSError as error:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None

@@ -1,20 +1,79 @@
-"""Targets: what to compile for, which instructions the kernels may use, and what a machine must have."""
+"""Targets: what to compile for, which kernels that takes, and what a machine must have."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import tvm
 
 from kvq.cpu_features import detect
 from kvq.errors import CompileError
+from kvq.schedules.backend import Kernels
+from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.vector import CpuIsa
 
 _AVX2 = ("avx2", "fma", "f16c")
 _VNNI512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
+
+#: CUDA architectures of a library that is compiled where there is no GPU: A100, RTX 40, H100.
+DEFAULT_CUDA_ARCHS = ("sm_80", "sm_89", "sm_90")
+#: Devices that ``--device`` knows.
+DEVICES = ("cpu", "cuda")
+
+
+class CompileTarget(Protocol):
+    """What the compiler needs to know of a device.
+
+    Attributes
+    ----------
+    device : str
+        One of :data:`DEVICES`.
+    features : tuple of str
+        CPU features the library needs, as :func:`kvq.cpu_features.detect` names them.
+    kernels : Kernels
+        The backend.
+    layout_order : str
+        ``KVLayout.order`` of its pages.
+    description : dict
+        The metadata's ``target``.
+    target : tvm.target.Target
+        TVM's target.
+    tir_pipeline : str
+        Pipeline that lowers the kernels.
+    pack_imports : callable or None
+        ``fpack_imports`` of TVM's ``export_library``.
+    """
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def features(self) -> tuple[str, ...]: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    @property
+    def layout_order(self) -> str: ...
+
+    @property
+    def description(self) -> dict[str, Any]: ...
+
+    @property
+    def target(self) -> tvm.target.Target: ...
+
+    @property
+    def tir_pipeline(self) -> str: ...
+
+    @property
+    def pack_imports(self) -> Callable[..., str] | None: ...
 
 
 @dataclass(frozen=True)
@@ -27,17 +86,27 @@ class CpuTarget:
         What TVM's ``Target`` takes.
     isa : CpuIsa
         Instructions the kernels may use.
-    features : tuple of str
-        CPU features the library needs, as :func:`kvq.cpu_features.detect` names them.
     """
 
     options: dict[str, Any]
     isa: CpuIsa
     features: tuple[str, ...]
 
+    device = "cpu"
+    layout_order = "lanes"
+    tir_pipeline = "default"
+    pack_imports = None
+
+    @property
+    def kernels(self) -> CpuKernels:
+        return CpuKernels(self.isa)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return self.options
+
     @property
     def target(self) -> tvm.target.Target:
-        """TVM's target."""
         return tvm.target.Target(self.options)
 
 
@@ -64,14 +133,103 @@ def cpu_target(opt: str = "O2", features: set[str] | None = None) -> CpuTarget:
     return CpuTarget({**base, "mcpu": "x86-64"}, CpuIsa(8, "generic"), ())
 
 
-def target_for(device: str, opt: str) -> CpuTarget:
+@dataclass(frozen=True)
+class CudaTarget:
+    """NVIDIA GPUs to compile for.
+
+    Attributes
+    ----------
+    archs : tuple of str
+        Architectures with machine code in the library, oldest first.
+    """
+
+    archs: tuple[str, ...]
+
+    device = "cuda"
+    features = ()
+    layout_order = "fragments"
+
+    @property
+    def kernels(self) -> Kernels:
+        from kvq.schedules.cuda.backend import CudaKernels
+
+        return CudaKernels()
+
+    @property
+    def description(self) -> dict[str, Any]:
+        return {"kind": "cuda", "archs": list(self.archs)}
+
+    @property
+    def target(self) -> tvm.target.Target:
+        options = {
+            "kind": "cuda",
+            "arch": self.archs[0],
+            "max_threads_per_block": 1024,
+            "max_shared_memory_per_block": 49152,
+            "thread_warp_size": 32,
+        }
+        return tvm.target.Target(options, host={"kind": "llvm"})
+
+    @property
+    def tir_pipeline(self) -> str:
+        from .tir_pipeline import MIXED
+
+        return MIXED
+
+    @property
+    def pack_imports(self) -> Callable[..., str]:
+        from .fatbin import pack_imports
+
+        return pack_imports(self.archs)
+
+
+def cuda_target(archs: str | None = None) -> CudaTarget:
+    """The GPUs of ``--cuda-arch``; by default those of this machine, or :data:`DEFAULT_CUDA_ARCHS`.
+
+    Raises
+    ------
+    CompileError
+        For a name that is no architecture, or one without the instructions the kernels need.
+    """
+    if archs is None:
+        return CudaTarget(_local_cuda_archs() or DEFAULT_CUDA_ARCHS)
+    found: dict[str, int] = {}
+    for name in archs.split(","):
+        matched = re.fullmatch(r"sm_(\d{2,3})[af]?", name.strip())
+        if matched is None or int(matched.group(1)) < 80:
+            raise CompileError(
+                f"--cuda-arch {name.strip()!r} cannot be compiled for: use sm_80 (Ampere) or newer, "
+                f"e.g. {','.join(DEFAULT_CUDA_ARCHS)}"
+            )
+        found[name.strip()] = int(matched.group(1))
+    return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))))
+
+
+def _local_cuda_archs() -> tuple[str, ...]:
+    """Architectures of this machine's GPUs, empty where there are none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ()
+    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    numbers = re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
+    archs = sorted({(int(major), int(minor)) for major, minor in numbers} - {(0, 0)})
+    return tuple(f"sm_{major}{minor}" for major, minor in archs if major >= 8)
+
+
+def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTarget:
     """The target of ``--device``.
 
     Raises
     ------
     CompileError
-        For a device that this version cannot compile for.
+        For a device that this version cannot compile for, or ``--cuda-arch`` without CUDA.
     """
-    if device != "cpu":
-        raise CompileError(f"--device {device!r} cannot be compiled for: this version has 'cpu'")
+    if device not in DEVICES:
+        known = " and ".join(repr(name) for name in DEVICES)
+        raise CompileError(f"--device {device!r} cannot be compiled for: this version has {known}")
+    if device == "cuda":
+        return cuda_target(cuda_arch)
+    if cuda_arch is not None:
+        raise CompileError("--cuda-arch goes with --device cuda")
     return cpu_target(opt)

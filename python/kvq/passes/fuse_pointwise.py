@@ -1,4 +1,4 @@
-"""FusePointwise: what stands between two matrix products becomes one vectorized kernel, or none.
+"""FusePointwise: what stands between two matrix products becomes one kernel, or none.
 
 - ``rms_norm`` of float32 rows, and ``multiply(silu(a), b)`` where a and b are the halves of one ``split``,
   become our kernels;
@@ -18,10 +18,8 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from kvq.schedules.cpu.linear import linear_int8
-from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
-from kvq.schedules.cpu.vector import CpuIsa
-from kvq.schedules.cpu.weight_blocks import GROUP
+from kvq.quantization.weights import GROUP
+from kvq.schedules.backend import Kernels
 
 _NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
 _MULTIPLY, _SPLIT = Op.get("relax.multiply"), Op.get("relax.split")
@@ -51,9 +49,9 @@ def _count_uses(func: relax.Function) -> dict[relax.Var, int]:
 
 @mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, isa: CpuIsa) -> None:
+    def __init__(self, mod: IRModule, kernels: Kernels) -> None:
         super().__init__(mod)
-        self.mod, self.isa = mod, isa
+        self.mod, self.backend = mod, kernels
         self.kernels: dict[str, GlobalVar] = {}
         #: builders of the quantizing variants, by the name of the plain kernel
         self.quantizing: dict[str, Any] = {}
@@ -97,8 +95,9 @@ class _Rewriter(PyExprMutator):
     def norm(self, call: relax.Call) -> relax.Expr:
         dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
         name = f"rms_norm_{dim}_{eps:g}".replace("-", "m").replace(".", "_")
-        self.quantizing[name] = lambda: rms_norm(dim, eps, self.isa, quantize=True)
-        kernel = self.kernel(name, lambda: rms_norm(dim, eps, self.isa))
+        if int8 := self.backend.int8:
+            self.quantizing[name] = lambda: int8.rms_norm(dim, eps)
+        kernel = self.kernel(name, lambda: self.backend.rms_norm(dim, eps))
         return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
 
     def gate(self, call: relax.Call) -> relax.Expr:
@@ -107,8 +106,9 @@ class _Rewriter(PyExprMutator):
             return call
         dim = int(source.ty.shape[1]) // 2
         name = f"silu_gate_{dim}"
-        self.quantizing[name] = lambda: silu_gate(dim, self.isa, quantize=True)
-        kernel = self.kernel(name, lambda: silu_gate(dim, self.isa))
+        if int8 := self.backend.int8:
+            self.quantizing[name] = lambda: int8.silu_gate(dim)
+        kernel = self.kernel(name, lambda: self.backend.silu_gate(dim))
         return relax.call_tir(kernel, [source], out_ty=call.ty)
 
     def quantize(self, call: relax.Call) -> relax.Expr:
@@ -122,12 +122,12 @@ class _Rewriter(PyExprMutator):
 
     def residual(self, call: relax.Call) -> relax.Expr:
         """``add(x, linear_int8(...))`` to ``linear_int8_add(..., x)``."""
-        inner, x = self._value(call.args[1]), call.args[0]
-        if not _is_kernel(inner, "linear_int8_") or not _is_rows(x.ty):
+        inner, x, int8 = self._value(call.args[1]), call.args[0], self.backend.int8
+        if int8 is None or not _is_kernel(inner, "linear_int8_") or not _is_rows(x.ty):
             return call
         quantized, codes, scales = inner.args[1].fields
-        n, k = int(call.ty.shape[1]), int(codes.ty.shape[1]) * GROUP
-        kernel = self.kernel(f"linear_int8_add_{n}x{k}", lambda: linear_int8(n, k, self.isa, residual=True))
+        n, k = int(call.ty.shape[1]), int(scales.ty.shape[1]) * GROUP
+        kernel = self.kernel(f"linear_int8_add_{n}x{k}", lambda: int8.linear(n, k, residual=True))
         return relax.call_tir(kernel, [quantized, codes, scales, x], out_ty=call.ty)
 
     def _value(self, expr: relax.Expr) -> Any:
@@ -155,13 +155,13 @@ class FusePointwise:
 
     Parameters
     ----------
-    isa : CpuIsa
-        Instructions the kernels may use.
+    kernels : Kernels
+        The backend.
     """
 
-    def __init__(self, isa: CpuIsa) -> None:
-        self.isa = isa
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
 
     def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
         """Rewrite ``mod``."""
-        return _Rewriter(mod, self.isa).transform()
+        return _Rewriter(mod, self.kernels).transform()

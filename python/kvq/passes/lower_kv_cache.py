@@ -29,10 +29,7 @@ from kvq.layout import KVLayout
 from kvq.model.kv_cache import CREATE_GENERIC
 from kvq.model.rope import rope_parameters
 from kvq.quantization.scheme import KVQuantization
-from kvq.schedules.cpu.kv_append import kv_append, rope_table
-from kvq.schedules.cpu.kv_seal import kv_carry, kv_seal
-from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, paged_attention
-from kvq.schedules.cpu.vector import CpuIsa
+from kvq.schedules.backend import Kernels
 
 ATTENTION = "vm.builtin.attention_kv_cache_attention_with_fused_qkv"
 POSITIONS = "vm.builtin.attention_kv_cache_get_query_positions"
@@ -150,11 +147,16 @@ def _callee(call: relax.Call) -> str | None:
 @mutator
 class _Rewriter(PyExprMutator):
     def __init__(
-        self, mod: IRModule, creation: GlobalVar, geometry: CacheGeometry, layout: KVLayout, isa: CpuIsa
+        self,
+        mod: IRModule,
+        creation: GlobalVar,
+        geometry: CacheGeometry,
+        layout: KVLayout,
+        kernels: Kernels,
     ) -> None:
         super().__init__(mod)
         self.mod, self.creation = mod, creation
-        self.geometry, self.layout, self.isa = geometry, layout, isa
+        self.geometry, self.layout, self.backend = geometry, layout, kernels
         self.kernels: dict[str, GlobalVar] = {}
         frequency, self.attention_factor = rope_parameters(
             geometry.rope_theta, geometry.rotary_dim or 2, geometry.rope_scaling, geometry.rope_scale
@@ -199,7 +201,8 @@ class _Rewriter(PyExprMutator):
         def size(name: str) -> tirx.Var:
             return tirx.Var(name, "int64")
 
-        scratch = (size("num_slots"), geometry.num_heads, geometry.head_dim + SCRATCH_EXTRA)
+        extra = self.backend.attention_shape(layout, geometry.num_heads).scratch_extra
+        scratch = (size("num_slots"), geometry.num_heads, geometry.head_dim + extra)
         types = {
             "kv_pool": (layout.pool_shape(size("num_pages")), "uint32"),
             "kv_open": (layout.open_shape(size("num_open")), layout.row_dtype),
@@ -275,18 +278,19 @@ class _Rewriter(PyExprMutator):
     def attention(
         self, layer: tirx.PrimExpr, sm_scale: float, qkv: relax.Expr, out: relax.TensorType
     ) -> relax.Expr:
-        geometry, layout, isa, s = self.geometry, self.layout, self.isa, self.state
+        geometry, layout, backend, s = self.geometry, self.layout, self.backend, self.state
         bb, heads, dtype = self.builder_, geometry.num_heads, str(out.dtype)
         rows = out.shape[0]
         if self.rope is None:
             table = self.kernel(
-                "rope_table", lambda: rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor)
+                "rope_table",
+                lambda: backend.rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor),
             )
             kind = relax.TensorType((rows, geometry.rotary_dim or 2), "float32")
             self.rope = bb.emit(relax.call_tir(table, [s["positions"], self.frequency], out_ty=kind))
         append = self.kernel(
             f"kv_append_{sm_scale:g}".replace(".", "_").replace("-", "m"),
-            lambda: kv_append(layout, heads, geometry.rotary_dim, sm_scale, dtype, isa),
+            lambda: backend.kv_append(layout, heads, geometry.rotary_dim, sm_scale, dtype),
         )
         q_type = relax.TensorType((rows, heads, geometry.head_dim), "float32")
         q = self.update(
@@ -295,11 +299,11 @@ class _Rewriter(PyExprMutator):
             ["kv_open", "kv_workspace", "kv_faults"],
             q_type,
         )
-        seal = self.kernel("kv_seal", lambda: kv_seal(layout, isa))
+        seal = self.kernel("kv_seal", lambda: backend.kv_seal(layout))
         self.update(
             seal, [s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer], ["kv_pool"]
         )
-        attend = self.kernel("paged_attention", lambda: paged_attention(layout, heads, dtype, isa))
+        attend = self.kernel("paged_attention", lambda: backend.paged_attention(layout, heads, dtype))
         # kv_open is only read here: it passes through so that the carry below cannot come earlier
         result = self.update(
             attend,
@@ -317,7 +321,7 @@ class _Rewriter(PyExprMutator):
             ["kv_open", "attention_scratch"],
             out,
         )
-        carry = self.kernel("kv_carry", lambda: kv_carry(layout, isa))
+        carry = self.kernel("kv_carry", lambda: backend.kv_carry(layout))
         self.update(carry, [s["kv_workspace"], s["plan_counts"], s["carry_tasks"], layer], ["kv_open"])
         return result
 
@@ -334,12 +338,12 @@ class LowerPagedKVCache:
         Tokens a page.
     row_dtype : str
         Dtype of rows that are not sealed.
-    isa : CpuIsa
-        Instructions the kernels may use.
+    kernels : Kernels
+        The backend.
     """
 
-    def __init__(self, kv: KVQuantization, page_size: int, row_dtype: str, isa: CpuIsa) -> None:
-        self.kv, self.page_size, self.row_dtype, self.isa = kv, page_size, row_dtype, isa
+    def __init__(self, kv: KVQuantization, page_size: int, row_dtype: str, kernels: Kernels) -> None:
+        self.kv, self.page_size, self.row_dtype, self.kernels = kv, page_size, row_dtype, kernels
 
     def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
         """Rewrite ``mod``."""
@@ -348,4 +352,4 @@ class LowerPagedKVCache:
             return mod
         creation, geometry = found
         layout = kv_layout(geometry, self.kv, self.page_size, self.row_dtype)
-        return _Rewriter(mod, creation, geometry, layout, self.isa).transform()
+        return _Rewriter(mod, creation, geometry, layout, self.kernels).transform()

@@ -24,9 +24,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
 from kvq.quantization.scheme import WeightScheme
-from kvq.quantization.weights import stored_names
-from kvq.schedules.cpu import activations, linear, weight_blocks
-from kvq.schedules.cpu.vector import CpuIsa
+from kvq.quantization.weights import GROUP, stored_names
+from kvq.schedules.backend import Kernels, Preparation
 
 _MATMUL, _TRANSPOSE, _TAKE = (Op.get(f"relax.{name}") for name in ("matmul", "permute_dims", "take"))
 
@@ -39,8 +38,8 @@ class PreparedTensor:
     ----------
     name, shape, dtype
         The tensor.
-    function : str
-        Function of the library that makes it.
+    function : str or None
+        Function of the library that makes it; None: it is the stored tensor.
     source : str
         Stored tensor that the function takes.
     """
@@ -48,7 +47,7 @@ class PreparedTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    function: str
+    function: str | None
     source: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,6 +67,9 @@ class WeightPlan:
 
     Attributes
     ----------
+    scheme : WeightScheme
+    kernels : Kernels
+        The backend, which says how it wants stored tensors.
     tensors : list of PreparedTensor
         In the order of the parameter tuple.
     index : list of tuple of int
@@ -77,71 +79,58 @@ class WeightPlan:
     """
 
     scheme: WeightScheme
+    kernels: Kernels
     tensors: list[PreparedTensor] = field(default_factory=list)
     index: list[tuple[int, ...]] = field(default_factory=list)
     prepare: dict[str, tuple[Any, relax.TensorType, relax.TensorType]] = field(default_factory=dict)
+    _shapes: list[tuple[int, ...]] = field(default_factory=list)
 
     def add(self, name: str, shape: tuple[int, ...]) -> None:
         """Append a weight of the model."""
+        self._shapes.append(shape)
+        dtype, kernels = self.scheme.dtype, self.kernels
         if len(shape) == 1:
-            self._add_tensors([self._vector(name, shape[0])])
+            self._add_tensors([self._tensor(name, shape, dtype, kernels.prepare_vector(shape[0], dtype))])
             return
         n, k = shape
         if self.scheme.bits is None:
-            self._add_tensors([self._blocks(name, n, k, self.scheme.dtype)])
-        else:
-            codes, scales = stored_names(name, True)
-            self._add_tensors(
-                [self._codes(codes, n, k), self._blocks(scales, n, k // weight_blocks.GROUP, "float16")]
-            )
+            self._add_tensors([self._tensor(name, shape, dtype, kernels.prepare_matrix(n, k, dtype))])
+            return
+        codes, scales = stored_names(name, True)
+        scale_shape = (n, k // GROUP)
+        self._add_tensors(
+            [
+                self._tensor(codes, (n, k // 8), "uint32", kernels.prepare_codes(n, k)),
+                self._tensor(scales, scale_shape, "float16", kernels.prepare_matrix(*scale_shape, "float16")),
+            ]
+        )
+
+    def shape(self, weight: int) -> tuple[int, ...]:
+        """Shape of the model's weight number ``weight``."""
+        return self._shapes[weight]
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:
         start = len(self.tensors)
         self.tensors += tensors
         self.index.append(tuple(range(start, start + len(tensors))))
 
-    def _prepared(
-        self, name: str, function: str, build: Any, raw: tuple[Any, str], out: tuple[Any, str]
+    def _tensor(
+        self, name: str, shape: tuple[int, ...], dtype: str, how: Preparation | None
     ) -> PreparedTensor:
-        """The tensor ``function(name)``; ``raw`` and ``out`` are shape and dtype before and after."""
-        if function not in self.prepare:
-            self.prepare[function] = (build(), relax.TensorType(*raw), relax.TensorType(*out))
-        return PreparedTensor(name, out[0], out[1], function, name)
-
-    def _vector(self, name: str, n: int) -> PreparedTensor:
-        dtype = self.scheme.dtype
-        return self._prepared(
-            name,
-            f"prepare_vector_{n}",
-            lambda: weight_blocks.prepare_vector(n, dtype),
-            ((n,), dtype),
-            ((n,), "float32"),
-        )
-
-    def _blocks(self, name: str, n: int, columns: int, dtype: str) -> PreparedTensor:
-        return self._prepared(
-            name,
-            f"prepare_blocks_{n}x{columns}_{dtype}",
-            lambda: weight_blocks.prepare_blocks(n, columns, dtype),
-            ((n, columns), dtype),
-            ((weight_blocks.num_blocks(n), columns, weight_blocks.BLOCK), dtype),
-        )
-
-    def _codes(self, name: str, n: int, k: int) -> PreparedTensor:
-        return self._prepared(
-            name,
-            f"prepare_codes_{n}x{k}",
-            lambda: weight_blocks.prepare_int4_codes(n, k),
-            ((n, k // 8), "uint32"),
-            ((weight_blocks.num_blocks(n), k // weight_blocks.GROUP, 4, weight_blocks.BLOCK), "uint32"),
-        )
+        """The parameter that the stored tensor ``name`` becomes."""
+        if how is None:
+            return PreparedTensor(name, shape, dtype, None, name)
+        if how.name not in self.prepare:
+            types = relax.TensorType(shape, dtype), relax.TensorType(how.shape, how.dtype)
+            self.prepare[how.name] = (how.build(), *types)
+        return PreparedTensor(name, how.shape, how.dtype, how.name, name)
 
 
 @mutator
 class _Rewriter(PyExprMutator):
-    def __init__(self, mod: IRModule, plan: WeightPlan, exact: bool, isa: CpuIsa) -> None:
+    def __init__(self, mod: IRModule, plan: WeightPlan, exact: bool) -> None:
         super().__init__(mod)
-        self.mod, self.plan, self.exact, self.isa = mod, plan, exact, isa
+        self.mod, self.plan, self.exact, self.backend = mod, plan, exact, plan.kernels
         self.kernels: dict[str, GlobalVar] = {}
         self.packed: relax.Var | None = None
         self.new_packed: relax.Var | None = None
@@ -222,24 +211,24 @@ class _Rewriter(PyExprMutator):
 
     def linear(self, x: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         n, k = int(out.shape[-1]), int(x.ty.shape[-1])
-        rows, isa, emit = x.ty.shape[0], self.isa, self.builder_.emit
+        rows, emit, int8 = x.ty.shape[0], self.builder_.emit, self.backend.int8
         if len(out.shape) != 2:
             raise CompileError("a matrix product must have two dimensions")
-        if self.exact or self.plan.scheme.bits is None:
+        if self.exact or self.plan.scheme.bits is None or int8 is None:
             name = f"linear_{self.kind}_{n}x{k}"
-            kernel = self.kernel(name, lambda: linear.linear_float(n, k, self.kind, isa))
+            kernel = self.kernel(name, lambda: self.backend.linear(n, k, self.kind))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
-        row_type = relax.TensorType((rows, activations.quantized_width(k)), "int32")
-        quantize = self.kernel(f"quantize_rows_{k}", lambda: activations.quantize_rows(k, isa))
+        row_type = relax.TensorType((rows, int8.quantized_width(k)), "int32")
+        quantize = self.kernel(f"quantize_rows_{k}", lambda: int8.quantize_rows(k))
         quantized = emit(relax.call_tir(quantize, [x], out_ty=row_type))
-        kernel = self.kernel(f"linear_int8_{n}x{k}", lambda: linear.linear_int8(n, k, isa))
+        kernel = self.kernel(f"linear_int8_{n}x{k}", lambda: int8.linear(n, k))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
-        tensor = self.plan.tensors[self.plan.index[weight][0]]
-        rows, k = tensor.shape[0] * weight_blocks.BLOCK, int(out.shape[-1])
-        name = f"embedding_{self.kind}_{rows}x{k}"
-        kernel = self.kernel(name, lambda: weight_blocks.embedding(rows, k, self.kind, self.isa))
+        n, k = self.plan.shape(weight)
+        kernel = self.kernel(
+            f"embedding_{self.kind}_{n}x{k}", lambda: self.backend.embedding(n, k, self.kind)
+        )
         return relax.call_tir(kernel, [ids, *self.stored(weight)], out_ty=out)
 
 
@@ -265,13 +254,11 @@ class LowerWeights:
         Every weight of the module, in the order of its tuple.
     exact : bool
         Compute with the activations as they are, not quantized to int8.
-    isa : CpuIsa
-        Instructions the kernels may use.
     """
 
-    def __init__(self, plan: WeightPlan, exact: bool, isa: CpuIsa) -> None:
-        self.plan, self.exact, self.isa = plan, exact, isa
+    def __init__(self, plan: WeightPlan, exact: bool) -> None:
+        self.plan, self.exact = plan, exact
 
     def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
         """Rewrite ``mod``."""
-        return _Rewriter(mod, self.plan, self.exact, self.isa).transform()
+        return _Rewriter(mod, self.plan, self.exact).transform()

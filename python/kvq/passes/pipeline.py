@@ -9,7 +9,7 @@ from tvm import relax
 from tvm.ir.transform import Pass
 
 from kvq.quantization.scheme import KVQuantization
-from kvq.schedules.cpu.vector import CpuIsa
+from kvq.schedules.backend import Kernels
 
 from .attach_metadata import AttachMetadata
 from .fuse_pointwise import FusePointwise
@@ -24,7 +24,7 @@ def kvq_pipeline(
     row_dtype: str,
     weights: WeightPlan,
     exact: bool,
-    isa: CpuIsa,
+    kernels: Kernels,
     metadata: dict[str, Any],
 ) -> list[tuple[str, Pass]]:
     """The passes that make a model of a frontend module ours, named, in order.
@@ -32,9 +32,9 @@ def kvq_pipeline(
     What follows is TVM's own pipeline for the target: legalize, fuse, plan memory, lower.
     """
     return [
-        ("lower_kv_cache", LowerPagedKVCache(kv, page_size, row_dtype, isa)),
-        ("lower_weights", LowerWeights(weights, exact, isa)),
-        ("fuse_pointwise", FusePointwise(isa)),
+        ("lower_kv_cache", LowerPagedKVCache(kv, page_size, row_dtype, kernels)),
+        ("lower_weights", LowerWeights(weights, exact)),
+        ("fuse_pointwise", FusePointwise(kernels)),
         ("fold_reshapes", relax.transform.CanonicalizeBindings()),
         ("remove_dead_code", relax.transform.DeadCodeElimination()),
         ("attach_metadata", AttachMetadata(metadata)),

@@ -1,0 +1,148 @@
+"""What the passes ask of a backend: a kernel of each kind, built for the device.
+
+Each folder beside this file answers it with one class in its ``backend.py``; the passes know no other name.
+A kernel's arguments are the same on every device; its docstring in ``cpu/`` says what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from tvm import tirx
+
+from kvq.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """How a backend's attention wants its work cut; it goes into the library's metadata.
+
+    Attributes
+    ----------
+    split_pages : int
+        Key pages of a split.
+    tile_rows : int
+        Most rows of a task.
+    scratch_slots : int
+        Partial results that the scratch holds.
+    scratch_extra : int
+        Floats of a scratch slot beyond the head_dim.
+    """
+
+    split_pages: int
+    tile_rows: int
+    scratch_slots: int
+    scratch_extra: int
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """How the kernels want a stored tensor: a kernel that makes it, and what comes out.
+
+    Attributes
+    ----------
+    name : str
+        Name of the ``prepare_*`` function, the same for equal kernels.
+    build : callable
+        Makes the kernel, from the stored tensor to the prepared one.
+    shape, dtype
+        The prepared tensor.
+    """
+
+    name: str
+    build: Callable[[], tirx.PrimFunc]
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Int8Kernels(Protocol):
+    """Products of int4 weights with activations quantized to int8."""
+
+    def quantized_width(self, k: int) -> int:
+        """int32 words of a quantized row of ``k`` activations."""
+        ...
+
+    def quantize_rows(self, k: int) -> tirx.PrimFunc:
+        """Quantize activations."""
+        ...
+
+    def linear(self, n: int, k: int, residual: bool = False) -> tirx.PrimFunc:
+        """Multiply quantized activations by a weight, and add the residual if there is one."""
+        ...
+
+    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+        """Normalize and quantize."""
+        ...
+
+    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+        """Gate and quantize."""
+        ...
+
+
+class Kernels(Protocol):
+    """The kernels of a backend.
+
+    Attributes
+    ----------
+    int8 : Int8Kernels or None
+        None where activations stay as they are at every optimization level.
+    """
+
+    @property
+    def int8(self) -> Int8Kernels | None: ...
+
+    def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
+        """How attention is cut into tasks."""
+        ...
+
+    def prepare_vector(self, n: int, dtype: str) -> Preparation | None:
+        """A stored vector, to float32; None: as it is."""
+        ...
+
+    def prepare_codes(self, n: int, k: int) -> Preparation | None:
+        """Stored int4 codes ``uint32[n, k / 8]``."""
+        ...
+
+    def prepare_matrix(self, n: int, columns: int, dtype: str) -> Preparation | None:
+        """A stored matrix ``[n, columns]``: an unquantized weight, or the scales of one."""
+        ...
+
+    def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
+        """Cosines and sines of a step's positions."""
+        ...
+
+    def kv_append(
+        self, layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str
+    ) -> tirx.PrimFunc:
+        """RoPE, rotation of V, and the rows into their row pages."""
+        ...
+
+    def kv_seal(self, layout: KVLayout) -> tirx.PrimFunc:
+        """Full row pages to sealed pages."""
+        ...
+
+    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+        """Attention over sealed pages and the row page."""
+        ...
+
+    def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
+        """Tail pages from the workspace to the open pages."""
+        ...
+
+    def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
+        """Multiply float32 rows by a weight, ``kind`` int4 or its dtype."""
+        ...
+
+    def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
+        """Rows of a weight, as float32."""
+        ...
+
+    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+        """Normalize float32 rows."""
+        ...
+
+    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+        """The gated activation of float32 rows."""
+        ...

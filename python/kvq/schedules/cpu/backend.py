@@ -1,0 +1,98 @@
+"""The CPU backend: kernels for LLVM, weights in blocks of 16 output rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+
+from kvq.layout import KVLayout
+from kvq.runtime.cache_shape import SCRATCH_SLOTS
+from kvq.schedules.backend import AttentionShape, Preparation
+
+from . import activations, kv_append, kv_seal, linear, paged_attention, pointwise, weight_blocks
+from .vector import CpuIsa
+
+
+@dataclass(frozen=True)
+class CpuInt8Kernels:
+    """Products with int8 activations."""
+
+    isa: CpuIsa
+
+    def quantized_width(self, k: int) -> int:
+        return activations.quantized_width(k)
+
+    def quantize_rows(self, k: int) -> tirx.PrimFunc:
+        return activations.quantize_rows(k, self.isa)
+
+    def linear(self, n: int, k: int, residual: bool = False) -> tirx.PrimFunc:
+        return linear.linear_int8(n, k, self.isa, residual=residual)
+
+    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+        return pointwise.rms_norm(dim, eps, self.isa, quantize=True)
+
+    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+        return pointwise.silu_gate(dim, self.isa, quantize=True)
+
+
+@dataclass(frozen=True)
+class CpuKernels:
+    """Kernels for a CPU with the instructions ``isa``."""
+
+    isa: CpuIsa
+
+    @property
+    def int8(self) -> CpuInt8Kernels:
+        return CpuInt8Kernels(self.isa)
+
+    def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
+        return AttentionShape(
+            paged_attention.SPLIT_PAGES,
+            paged_attention.TILE_ROWS,
+            SCRATCH_SLOTS,
+            paged_attention.SCRATCH_EXTRA,
+        )
+
+    def prepare_vector(self, n: int, dtype: str) -> Preparation:
+        name = f"prepare_vector_{n}"
+        return Preparation(name, lambda: weight_blocks.prepare_vector(n, dtype), (n,), "float32")
+
+    def prepare_codes(self, n: int, k: int) -> Preparation:
+        shape = (weight_blocks.num_blocks(n), k // weight_blocks.GROUP, 4, weight_blocks.BLOCK)
+        name = f"prepare_codes_{n}x{k}"
+        return Preparation(name, lambda: weight_blocks.prepare_int4_codes(n, k), shape, "uint32")
+
+    def prepare_matrix(self, n: int, columns: int, dtype: str) -> Preparation:
+        shape = (weight_blocks.num_blocks(n), columns, weight_blocks.BLOCK)
+        name = f"prepare_blocks_{n}x{columns}_{dtype}"
+        return Preparation(name, lambda: weight_blocks.prepare_blocks(n, columns, dtype), shape, dtype)
+
+    def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
+        return kv_append.rope_table(half, attention_factor)
+
+    def kv_append(
+        self, layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str
+    ) -> tirx.PrimFunc:
+        return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype, self.isa)
+
+    def kv_seal(self, layout: KVLayout) -> tirx.PrimFunc:
+        return kv_seal.kv_seal(layout, self.isa)
+
+    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+        return paged_attention.paged_attention(layout, num_heads, dtype, self.isa)
+
+    def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
+        return kv_seal.kv_carry(layout, self.isa)
+
+    def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
+        return linear.linear_float(n, k, kind, self.isa)
+
+    def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
+        return weight_blocks.embedding(n, k, kind, self.isa)
+
+    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+        return pointwise.rms_norm(dim, eps, self.isa)
+
+    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+        return pointwise.silu_gate(dim, self.isa)
