@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 def _now() -> int:
@@ -45,9 +45,39 @@ class TokenLogprob(TopLogprob):
 
 
 class ChoiceLogprobs(BaseModel):
-    """Log probabilities of the tokens of a choice, or of a chunk of it."""
+    """Log probabilities of the tokens of a chat choice, or of a chunk of it."""
 
     content: list[TokenLogprob] = Field(default_factory=list)
+
+
+class TextLogprobs(BaseModel):
+    """Log probabilities of the tokens of a text choice: the lists go side by side."""
+
+    tokens: list[str] = Field(default_factory=list)
+    token_logprobs: list[float] = Field(default_factory=list)
+    top_logprobs: list[dict[str, float]] = Field(default_factory=list)
+    text_offset: list[int] = Field(default_factory=list)
+
+
+class FunctionCall(BaseModel):
+    """A function and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that the model makes."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class DeltaToolCall(ToolCall):
+    """A call in a stream; it comes whole."""
+
+    index: int
 
 
 class Message(BaseModel):
@@ -55,6 +85,12 @@ class Message(BaseModel):
 
     role: str
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_no_calls(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if value is not None or key != "tool_calls"}
 
 
 class Delta(BaseModel):
@@ -62,6 +98,12 @@ class Delta(BaseModel):
 
     role: str | None = None
     content: str | None = None
+    tool_calls: list[DeltaToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_new(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = handler(self)
+        return {key: value for key, value in data.items() if value is not None}
 
 
 class ChatChoice(BaseModel):
@@ -109,7 +151,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: ChoiceLogprobs | None = None
+    logprobs: TextLogprobs | None = None
     finish_reason: FinishReason | None = None
 
 
@@ -124,6 +166,45 @@ class Completion(BaseModel):
     usage: Usage | None = None
 
 
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """Body of every answer that is an error."""
+
+    error: ErrorDetail
+
+
+class Model(BaseModel):
+    """A model that is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int = Field(default_factory=_now)
+    owned_by: str = "kvq"
+    max_model_len: int | None = None
+
+
+class ModelList(BaseModel):
+    """The models that are served."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
 def new_id(kind: str) -> str:
     """An id such as ``chatcmpl-...`` for a response."""
     return f"{kind}-{uuid.uuid4().hex[:24]}"
+
+
+def error_body(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """An error in OpenAI's shape, ready for JSON."""
+    return ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()

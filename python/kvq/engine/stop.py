@@ -22,7 +22,7 @@ class StopMatcher:
         if found:
             self.stopped, self._held = True, ""
             return text[: min(found)]
-        hold = max(self._overlap(text, stop) for stop in self._stops)
+        hold = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]
 
@@ -31,10 +31,10 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` that begins ``stop``."""
-        for length in range(min(len(text), len(stop) - 1), 0, -1):
-            if text.endswith(stop[:length]):
-                return length
-        return 0
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that begins ``marker``, the whole of it apart."""
+    for length in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:length]):
+            return length
+    return 0
