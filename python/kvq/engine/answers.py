@@ -31,7 +31,7 @@ from kvq.engine.protocol import (
 )
 from kvq.engine.request import Piece, Request
 from kvq.engine.tools import Found, ParsedCall, ToolFormat
-from kvq.errors import RequestError
+from kvq.errors import EngineError
 from kvq.runtime.sampler import SampledToken
 from kvq.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ class Answer(Generic[Whole, Part]):
 
         Raises
         ------
-        RequestError
+        EngineError
             If the engine had to end the answer.
         """
         raise NotImplementedError
@@ -113,7 +113,7 @@ class Answer(Generic[Whole, Part]):
 
     def _take(self, index: int, piece: Piece) -> _Choice:
         if piece.finish_reason in ("error", "abort"):
-            raise RequestError(piece.error or "the answer was cancelled")
+            raise EngineError(piece.error or "the answer was cancelled")
         choice = self._choices[index]
         if piece.token is not None:
             choice.completion_tokens += 1
