@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from kv_oracle import FakeDevice
 from kvq.config import ChatConfig, ModelConfig
+from kvq.engine.core import EngineCore
+from kvq.engine.setup import EngineParts
 from kvq.runtime.step_plan import build_step
 
 #: Ids are bytes; the last ones are markers.
@@ -18,32 +20,60 @@ END_OF_TURN = 255
 
 
 class FakeModel:
-    """Stands in for ``LoadedModel``."""
+    """Stands in for ``LoadedModel``: pages of 32 tokens, for as many sequences as are asked for.
 
-    def __init__(self, context: int = 300, chunk: int = 64) -> None:
-        self.device = FakeDevice(context // 32, 1, chunk // 32 + 1)
+    Attributes
+    ----------
+    steps : list of int
+        Rows of each step.
+    batches : list of int
+        Sequences of each step.
+    script : dict
+        Replaces the model's own choice by length of the sequence.
+    fail : callable or None
+        Called with the requests of each step before it runs; may raise.
+    poison : callable or None
+        Whether the logits after these tokens are not finite.
+    """
+
+    def __init__(
+        self, context: int = 300, chunk: int = 64, num_open: int = 1, num_pages: int | None = None
+    ) -> None:
+        pages = num_pages or context // 32 * num_open
+        self.device = FakeDevice(pages, num_open, chunk // 32 + 1)
         self.cache = self.device.cache
         self.faults = np.zeros(2, np.int64)
         self.steps: list[int] = []
-        #: Replaces the model's own choice from a position on.
+        self.batches: list[int] = []
         self.script: dict[int, int] = {}
-        self.fail_at: int | None = None
+        self.fail: Callable[[list[tuple[Any, int]]], None] | None = None
+        self.poison: Callable[[list[int]], bool] | None = None
 
     def step(
         self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
     ) -> np.ndarray:
-        assert logit_rows is None and len(requests) == 1
         plan = build_step(self.device.plan, requests, 2)
-        if self.fail_at is not None and len(self.steps) == self.fail_at:
+        try:
+            if self.fail is not None:
+                self.fail(requests)
+            seen = self.device.attend(plan, [int(i) for i in ids])
+        except BaseException:
             plan.abort()
-            raise RuntimeError("broken step")
-        seen = self.device.attend(plan, [int(i) for i in ids])[-1]
+            raise
         plan.commit()
         self.steps.append(len(ids))
+        self.batches.append(len(requests))
+        if logit_rows is None:
+            logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
+        return np.stack([self._answer(seen[row]) for row in logit_rows])
+
+    def _answer(self, seen: list[int]) -> np.ndarray:
         logits = self.logits(seen)
         if len(seen) in self.script:
             logits[self.script[len(seen)]] = 100
-        return logits[None]
+        if self.poison is not None and self.poison(seen):
+            logits[7] = np.nan
+        return logits
 
     @staticmethod
     def logits(seen: Sequence[int]) -> np.ndarray:
@@ -81,6 +111,15 @@ class FakeTokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in ids)
 
+    def token_bytes(self, index: int) -> bytes:
+        return bytes([index])
+
+    def is_special(self, index: int) -> bool:
+        return index == END_OF_TURN
+
+    def token_id(self, token: str) -> int | None:
+        return ord(token) if len(token) == 1 else None
+
     def stream(self, skip_special_tokens: bool = True) -> FakeStream:
         return FakeStream()
 
@@ -117,3 +156,24 @@ def fake_config(**changes: Any) -> ChatConfig:
         **changes,
     }
     return ChatConfig(**fields)
+
+
+def fake_core(model: FakeModel, context: int = 300, chunk: int = 64, **options: Any) -> EngineCore:
+    """A core over a fake model."""
+    return EngineCore(
+        model,
+        FakeTokenizer().stream,
+        context_window_size=context,
+        prefill_chunk_size=chunk,
+        vocab_size=VOCAB,
+        **options,
+    )
+
+
+def fake_parts(core: EngineCore, **config: Any) -> EngineParts:
+    """What ``Engine.of`` and ``AsyncEngine.of`` take; nothing is planned or allocated."""
+    nothing: Any = None
+    tokenizer: Any = FakeTokenizer()
+    return EngineParts(
+        core, nothing, tokenizer, fake_config(**config), nothing, nothing, nothing, model_name="fake"
+    )

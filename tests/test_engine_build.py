@@ -88,14 +88,14 @@ def test_cache_schemes_share_weights_and_nothing_else(checkpoint: Path, tmp_path
     assert other.weights_dir != built[0].weights_dir
 
 
-@pytest.mark.parametrize("change", [{"opt": "O1"}, {"max_batch_size": 9}])
+@pytest.mark.parametrize("change", [{"opt": "O1"}, {"max_batch_size": 129}])
 def test_what_a_library_depends_on_is_in_its_key(
     checkpoint: Path, tmp_path: Path, log: Path, change: dict[str, Any]
 ) -> None:
     first = prepare_model(checkpoint, cache_dir=tmp_path / "c")
     second = prepare_model(checkpoint, cache_dir=tmp_path / "c", **change)
     assert first.library != second.library and first.weights_dir == second.weights_dir
-    assert ChatConfig.load(second.config_dir).max_batch_size == change.get("max_batch_size", 8)
+    assert ChatConfig.load(second.config_dir).max_batch_size == change.get("max_batch_size", 128)
 
 
 def test_smaller_limits_need_no_other_library(checkpoint: Path, tmp_path: Path, log: Path) -> None:

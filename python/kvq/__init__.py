@@ -8,15 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "__version__"]
+__all__ = ["AsyncEngine", "Engine", "__version__"]
 
 if TYPE_CHECKING:
-    from kvq.engine import Engine
+    from kvq.engine import AsyncEngine, Engine
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Engine":
-        from kvq.engine import Engine
+    if name in ("AsyncEngine", "Engine"):
+        import kvq.engine
 
-        return Engine
+        return getattr(kvq.engine, name)
     raise AttributeError(f"module 'kvq' has no attribute {name!r}")

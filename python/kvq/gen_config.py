@@ -20,7 +20,7 @@ from kvq.tokenizer.chat_template import ChatTemplate
 from kvq.tokenizer.conv_templates import CHECKPOINT, built_in_template
 
 DEFAULT_PREFILL_CHUNK = 2048
-DEFAULT_BATCH = 8
+DEFAULT_BATCH = 128
 #: Sampling where the checkpoint says nothing.
 DEFAULT_SAMPLING = {"temperature": 0.7, "top_p": 0.95, "repetition_penalty": 1.0}
 #: Markers with which chat templates end a turn.
@@ -65,7 +65,7 @@ def gen_config(
     prefill_chunk_size : int, optional
         Most tokens of a prefill step: 2,048 if not given, never more than the context.
     max_batch_size : int, optional
-        Most sequences at once: 8 if not given.
+        Most sequences at once: 128 if not given.
     conv_template : str, optional
         A built-in chat template; the checkpoint's own if not given.
 
@@ -125,14 +125,13 @@ def gen_config(
 
 def _check_geometry(config: ModelConfig, weights: WeightScheme, kv: KVQuantization) -> None:
     """Refuse at once what the compiler or the cache would refuse later."""
-    quantized = kv.k_bits is not None or kv.v_bits is not None
     KVLayout(
         config.num_hidden_layers,
         config.num_key_value_heads,
         config.head_dim,
         kv.k_bits,
         kv.v_bits,
-        row_dtype="float16" if quantized else weights.row_dtype,
+        row_dtype=kv.row_dtype(weights),
     )
     stored_parameters(config, weights)
 

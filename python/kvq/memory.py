@@ -21,6 +21,11 @@ from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, scratch_bytes
 #: Rows of a weight matrix that the kernels keep together.
 ROW_BLOCK = 16
 
+#: How an engine shares its memory when it is not told in detail.
+MODES = ("local", "interactive", "server")
+#: Tokens of a sequence by which open pages are balanced against sealed ones.
+TYPICAL_TOKENS = 2048
+
 _ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -98,7 +103,6 @@ class MemoryPlan:
 
 def kv_layout(model: ModelConfig, weights: WeightScheme, kv: KVQuantization, page_size: int = 64) -> KVLayout:
     """Layout of a model's cache under a weight and a cache scheme."""
-    quantized = kv.k_bits is not None or kv.v_bits is not None
     return KVLayout(
         model.num_hidden_layers,
         model.num_key_value_heads,
@@ -106,7 +110,7 @@ def kv_layout(model: ModelConfig, weights: WeightScheme, kv: KVQuantization, pag
         kv.k_bits,
         kv.v_bits,
         page_size,
-        "float16" if quantized else weights.row_dtype,
+        kv.row_dtype(weights),
     )
 
 
@@ -193,6 +197,91 @@ def plan_memory(
         weights_bytes=weights_bytes(model_config, weight_scheme),
         max_rows=max(min(prefill_chunk_size, context_window_size * max_batch_size), max_batch_size),
     )
+
+
+def fit_cache(
+    model: ModelConfig,
+    layout: KVLayout,
+    *,
+    weights_bytes: int,
+    context_window_size: int,
+    prefill_chunk_size: int,
+    max_batch_size: int,
+    mode: str = "local",
+    max_num_sequence: int | None = None,
+    budget: int | None = None,
+    fill: bool = True,
+    scratch_slots: int = SCRATCH_SLOTS,
+) -> tuple[CacheShape, MemoryPlan]:
+    """Balance open pages (sequences at once) against sealed ones, and plan the result.
+
+    Parameters
+    ----------
+    context_window_size, prefill_chunk_size, max_batch_size : int
+        Limits of a sequence, of a step, and of the library.
+    mode : str
+        ``interactive`` is one sequence. ``local`` is four, and ``server`` as many as there is room for.
+    max_num_sequence : int, optional
+        Sequences at once, instead of the mode's.
+    budget : int, optional
+        Bytes of everything, weights included; open and sealed pages share what the rest leaves. Without it
+        the pool holds a whole context, or :data:`TYPICAL_TOKENS` of each sequence where that is more.
+    fill : bool
+        Whether the pool takes all of the budget, even beyond a whole context of every sequence.
+
+    Raises
+    ------
+    ConfigError
+        If the mode is unknown or ``max_num_sequence`` is outside what the library allows.
+    OutOfMemoryError
+        If not even one whole context fits the budget.
+    """
+    if mode not in MODES:
+        raise ConfigError(f"--mode {mode!r} is unknown: use {', '.join(MODES)}")
+    if max_num_sequence is not None and not 1 <= max_num_sequence <= max_batch_size:
+        raise ConfigError(
+            f"--max-num-sequence {max_num_sequence} is outside 1 .. {max_batch_size}, which the library was "
+            "compiled for"
+        )
+    context_pages = layout.pages_for(context_window_size)
+    typical_pages = layout.pages_for(min(context_window_size, TYPICAL_TOKENS))
+
+    def planned(sequences: int, pages: int) -> tuple[CacheShape, MemoryPlan]:
+        shape = CacheShape.for_limits(
+            layout,
+            context_window_size=context_window_size,
+            max_batch_size=sequences,
+            prefill_chunk_size=prefill_chunk_size,
+            num_pages=pages,
+        )
+        rows = max(min(prefill_chunk_size, context_window_size * sequences), sequences)
+        plan = plan_cache(
+            model, layout, shape, weights_bytes=weights_bytes, max_rows=rows, scratch_slots=scratch_slots
+        )
+        return shape, plan
+
+    def needed(sequences: int) -> int:
+        return max(context_pages, sequences * typical_pages)
+
+    if budget is None:
+        sequences = max_num_sequence or min(max_batch_size, 1 if mode == "interactive" else 4)
+        return planned(sequences, needed(sequences))
+    room = budget
+
+    def left_for(sequences: int) -> int:
+        empty = planned(sequences, 1)[1].total_bytes - layout.page_bytes
+        return (room - empty) // layout.page_bytes
+
+    choices = range(1, 1 if mode == "interactive" else max_batch_size) if max_num_sequence is None else ()
+    sequences = max_num_sequence or 1
+    for more in choices:
+        if left_for(more + 1) < needed(more + 1):
+            break
+        sequences = more + 1
+    pages = left_for(sequences)
+    if pages < max(1, context_pages):
+        planned(sequences, context_pages)[1].check(budget)
+    return planned(sequences, pages if fill else min(pages, max(1, sequences * context_pages)))
 
 
 def fill_budget(plan: MemoryPlan, layout: KVLayout, budget: int) -> MemoryPlan:

@@ -90,6 +90,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
             device=args.device,
             model_lib=args.model_lib,
             opt=args.opt,
+            mode="interactive",
             report=status.update,
         )
 
@@ -227,16 +228,16 @@ def describe_stats(engine: Engine) -> str:
     """What the last answer cost, and what the cache holds."""
     from kvq.memory import format_bytes
 
-    stats, cache, layout = engine.stats, engine.model.cache, engine.model.layout
+    stats, now, layout = engine.last_request, engine.stats(), engine.model.layout
     lines = [
         f"prompt {stats.prompt_tokens} tokens, {stats.cached_tokens} of them from the cache; "
         f"answer {stats.completion_tokens}",
         f"prefill {stats.prefill_rate:.1f} tokens/s, decode {stats.decode_rate:.1f} tokens/s",
         f"KV cache {engine.metadata.kv_quantization}: {layout.bits_per_value:.2f} bits per value, "
         f"{layout.page_bytes / layout.page_size:.0f} bytes per token, "
-        f"{cache.pool.num_pages - cache.num_free_pages} of {cache.pool.num_pages} pages in use",
+        f"{now.used_pages + now.cached_pages} of {now.total_pages} pages in use",
     ]
     lines += [f"{name}: {format_bytes(size)}" for name, size in engine.allocated_bytes().items()]
-    if any(stats.faults):
-        lines.append(f"NaNs replaced: {stats.faults[0]}, values saturated: {stats.faults[1]}")
+    if any(now.faults):
+        lines.append(f"NaNs replaced: {now.faults[0]}, values saturated: {now.faults[1]}")
     return "\n".join(lines)

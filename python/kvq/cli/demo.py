@@ -76,7 +76,7 @@ def print_costs(engine: Engine) -> None:
         ["KV cache", "bits per value", "bytes per token", "of fp16", f"{context} tokens"],
         rows,
     )
-    stats = engine.stats
+    stats = engine.last_request
     print(
         f"prefill {stats.prefill_rate:.0f} tokens/s ({stats.prefill_tokens} tokens), "
         f"decode {stats.decode_rate:.0f} tokens/s ({stats.decode_tokens} tokens)"

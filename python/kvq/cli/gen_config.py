@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--prefill-chunk-size", type=int, metavar="N", help="most tokens of a prefill step (default: 2048)"
     )
-    parser.add_argument("--max-batch-size", type=int, metavar="N", help="most sequences at once (default: 8)")
+    parser.add_argument("--max-batch-size", type=int, metavar="N", help="most sequences (default: 128)")
     parser.add_argument(
         "--conv-template",
         metavar="NAME",

@@ -1,5 +1,16 @@
-"""The engine: requests in OpenAI's shapes over a loaded model."""
+"""The engine: many requests at once over a loaded model, in OpenAI's shapes."""
 
-from kvq.engine.engine import Engine
+from kvq.engine.async_engine import AsyncEngine
+from kvq.engine.engine import Engine, Generation
+from kvq.engine.request import EngineStats, Piece, Request, RequestStats, TokenConstraint
 
-__all__ = ["Engine"]
+__all__ = [
+    "AsyncEngine",
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "Piece",
+    "Request",
+    "RequestStats",
+    "TokenConstraint",
+]

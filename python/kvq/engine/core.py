@@ -1,28 +1,32 @@
-"""Generation of one answer: prefill in chunks, decode, stop; keeps the cache warm for the next turn.
+"""The stepper: requests in, a step of the model at a time, pieces of their answers out.
 
-The core owns one sequence. A new prompt keeps what it shares with the last one and runs the rest.
-Many requests at once need a scheduler in this place; what is around it stays.
+It belongs to one thread. :class:`kvq.engine.driver.Driver` shares it among threads that wait for their
+answers, :class:`kvq.engine.async_engine.AsyncEngine` runs it in a thread of its own.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
-from kvq.engine.protocol import FinishReason
-from kvq.engine.stop import StopMatcher
-from kvq.errors import CacheError, ConfigError
+from kvq.engine.request import Detokenizer, EngineStats, Piece, Request, RequestStats
+from kvq.engine.request_state import RequestState
+from kvq.engine.scheduler import Job, Scheduler
+from kvq.errors import ConfigError
 from kvq.runtime.kv_cache import PagedKVCache, SequenceId
-from kvq.runtime.sampler import SampledToken, Sampler, SamplingParams
+from kvq.runtime.prefix_cache import PrefixCache
+from kvq.runtime.sampler import check_bias
 
 logger = logging.getLogger("kvq")
-_SEQUENCE = "session"
+
+#: A request's id and what a step brought for it.
+Output = tuple[int, Piece]
 
 
 class StepModel(Protocol):
@@ -37,117 +41,60 @@ class StepModel(Protocol):
         """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default."""
 
 
-class Detokenizer(Protocol):
-    """Ids to text one by one."""
-
-    def put(self, index: int) -> str:
-        """The text that is certain after this id."""
-
-    def flush(self) -> str:
-        """The rest."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One answer to generate.
-
-    Attributes
-    ----------
-    prompt : list of int
-        Token ids.
-    sampling : SamplingParams
-    max_tokens : int or None
-        None: until the context is full.
-    stop_ids, stop_strings
-        Where the answer ends; neither is part of it.
-    choice : int
-        Index among the answers to one prompt.
-    """
-
-    prompt: list[int]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int | None = None
-    stop_ids: frozenset[int] = frozenset()
-    stop_strings: tuple[str, ...] = ()
-    choice: int = 0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What a step brought: a token, the text that may be shown, and whether it was the last."""
-
-    token: SampledToken | None
-    text: str
-    finish_reason: FinishReason | None = None
-
-
-@dataclass
-class Stats:
-    """What requests cost; seconds are of wall time.
-
-    Attributes
-    ----------
-    prompt_tokens, cached_tokens, completion_tokens : int
-        Of the prompt, of it found in the cache, and drawn.
-    prefill_tokens, decode_tokens : int
-        Rows that were run.
-    faults : tuple of int
-        NaNs replaced and values saturated while K and V were stored.
-    """
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    faults: tuple[int, int] = (0, 0)
-
-    @property
-    def prefill_rate(self) -> float:
-        """Tokens per second of prefill."""
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second of decode."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
 class EngineCore:
-    """Runs one request at a time.
+    """Runs many requests at once.
 
     Parameters
     ----------
     model : StepModel
+        The core owns its cache.
+    new_stream : callable
+        Makes the detokenizer of an state.
     context_window_size, prefill_chunk_size : int
-        Most tokens of a sequence, and of a prefill step.
+        Most tokens of a sequence, and rows of a step (or the open pages, where these are more).
     vocab_size : int
         Ids that may be drawn.
+    prefix_cache : bool
+        Whether pages of earlier prompts and answers serve later ones.
     """
 
     def __init__(
-        self, model: StepModel, *, context_window_size: int, prefill_chunk_size: int, vocab_size: int
+        self,
+        model: StepModel,
+        new_stream: Callable[[], Detokenizer],
+        *,
+        context_window_size: int,
+        prefill_chunk_size: int,
+        vocab_size: int,
+        prefix_cache: bool = True,
     ) -> None:
         self.model = model
         self.context_window_size = context_window_size
-        self.prefill_chunk_size = prefill_chunk_size
         self.vocab_size = vocab_size
-        self.stats = Stats()
-        self._tokens: list[int] = []
-        self._lock = threading.Lock()
-        self._owner: int | None = None
+        cache = model.cache
+        self.prefix = PrefixCache(cache.pool, cache.page_size) if prefix_cache else None
+        rows = max(prefill_chunk_size, cache.open_pages.num_open)
+        self.scheduler = Scheduler(cache, rows, self.prefix)
+        self.last_request = RequestStats()
+        self._new_stream = new_stream
+        self._states: dict[int, RequestState] = {}
+        self._ids = itertools.count()
+        self._finished = self._cancelled = self._failed = 0
+        self._prompt_tokens = self._hit_tokens = self._generated = 0
+        self._prefill_rows = self._decode_rows = self._steps = 0
         self._warned = False
 
-    def check_prompt(self, prompt: Sequence[int]) -> None:
-        """Refuse a prompt that leaves no room for an answer.
+    # ---- requests ------------------------------------------------------------------------------
+    def check(self, request: Request) -> None:
+        """Refuse what can never run. Does not modify anything; any thread may call it.
 
         Raises
         ------
         ConfigError
-            If it is empty, too long, or holds an unknown id.
+            If the prompt is empty, too long, or holds an unknown id, if it and ``max_tokens`` exceed the
+            pool, or if a bias is for an unknown id.
         """
+        prompt = request.prompt
         if not prompt:
             raise ConfigError("the prompt is empty: it needs at least one token")
         if len(prompt) >= self.context_window_size:
@@ -157,106 +104,213 @@ class EngineCore:
             )
         if not 0 <= min(prompt) <= max(prompt) < self.vocab_size:
             raise ConfigError(f"the prompt holds a token id outside 0 .. {self.vocab_size - 1}")
+        check_bias(request.sampling, self.vocab_size)
+        most = self._most_tokens()
+        if len(prompt) + min(request.max_tokens or 1, self.context_window_size - len(prompt)) > most:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens and max_tokens {request.max_tokens or 1} exceed the "
+                f"{most} tokens that the KV cache holds: lower one of them, or raise --memory"
+            )
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its id.
+
+        Raises
+        ------
+        ConfigError
+            As of :meth:`check`.
+        """
+        self.check(request)
+        room = min(self.context_window_size, self._most_tokens()) - len(request.prompt)
+        limit = room if request.max_tokens is None else min(room, request.max_tokens)
+        index = next(self._ids)
+        job = Job(index, array("i", request.prompt))
+        self._states[index] = RequestState(request, job, limit, self._new_stream(), self.vocab_size)
+        self.scheduler.add(job)
+        return index
+
+    def cancel(self, index: int) -> None:
+        """End a request without a further piece; its pages are free at once. Unknown ids are ignored."""
+        state = self._states.get(index)
+        if state is not None:
+            self._cancelled += 1
+            self._end(state)
+
+    def abort_all(self, reason: str) -> list[Output]:
+        """End every request with a piece ``abort`` that says why; returns the pieces."""
+        self._cancelled += len(self._states)
+        return [self._close(state, "abort", reason) for state in list(self._states.values())]
 
     def reset(self) -> None:
-        """Forget the conversation; its pages are free again."""
-        if _SEQUENCE in self.model.cache:
-            self.model.cache.remove_sequence(_SEQUENCE)
-        self._tokens = []
+        """Empty the prefix cache; requests that run keep their pages."""
+        if self.prefix is not None:
+            self.prefix.clear()
 
-    def generate(self, request: Request, detokenizer: Detokenizer) -> Iterator[Piece]:
-        """Generate an answer piece by piece; the last piece has a finish reason.
+    def __contains__(self, index: int) -> bool:
+        return index in self._states
 
-        Closing the iterator stops the answer and leaves the cache in order.
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` has something to do."""
+        return bool(self._states)
+
+    # ---- steps ---------------------------------------------------------------------------------
+    def step(self) -> list[Output]:
+        """Run one step; pieces of the answers that it brought on. Empty if there is nothing to do.
+
+        An exception of the model ends the requests of this step with an error; all others go on.
         """
-        self.check_prompt(request.prompt)
-        self._acquire()
-        stats = self.stats = Stats(prompt_tokens=len(request.prompt))
-        faults = self.model.faults.copy()
         try:
-            yield from self._generate(request, detokenizer, stats)
-        except GeneratorExit:
-            raise
-        except BaseException:
-            # A step that broke off may have left half of its rows behind.
-            self.reset()
-            raise
-        finally:
-            nans, saturated = (int(n) for n in self.model.faults - faults)
-            stats.faults = (nans, saturated)
-            self._warn_of_faults(nans, saturated)
-            self._release()
+            return self._step()
+        except Exception as error:
+            logger.exception("the engine failed")
+            # The engine itself is at fault: nothing that it knows can be relied on.
+            self._failed += len(self._states)
+            pieces = [self._ending(state, "error", _one_line(error)) for state in self._states.values()]
+            self._states.clear()
+            self.scheduler.clear()
+            return pieces
 
-    def _generate(self, request: Request, detokenizer: Detokenizer, stats: Stats) -> Iterator[Piece]:
-        sampler = Sampler(request.sampling, request.prompt, self.vocab_size, request.choice)
-        stop = StopMatcher(request.stop_strings)
-        room = self.context_window_size - len(request.prompt)
-        limit = room if request.max_tokens is None else min(room, request.max_tokens)
-        logits = self._prefill(request.prompt, stats)
-        while True:
-            token = sampler.sample(logits, len(self._tokens))
-            stats.completion_tokens += 1
-            if token.id in request.stop_ids:
-                text = stop.put(detokenizer.flush())
-                yield Piece(token, text + stop.flush(), "stop")
-                return
-            text = stop.put(detokenizer.put(token.id))
-            if stop.stopped:
-                yield Piece(token, text, "stop")
-                return
-            if stats.completion_tokens >= limit:
-                text += stop.put(detokenizer.flush())
-                yield Piece(token, text + stop.flush(), "stop" if stop.stopped else "length")
-                return
-            yield Piece(token, text)
-            started = time.perf_counter()
-            logits = self._step([token.id])
-            stats.decode_tokens += 1
-            stats.decode_seconds += time.perf_counter() - started
-
-    def _prefill(self, prompt: list[int], stats: Stats) -> np.ndarray:
-        """Bring the sequence to ``prompt``, reusing the tokens it shares; logits after its last token."""
+    def _step(self) -> list[Output]:
+        shares = self.scheduler.schedule()
+        if not shares:
+            return []
         started = time.perf_counter()
+        batch = [self._states[job.id] for job, _ in shares]
+        for state in batch:
+            if state.starts(started):
+                self._prompt_tokens += state.stats.prompt_tokens
+                self._hit_tokens += state.stats.cached_tokens
+        try:
+            drawn, logits = self._run(shares)
+        except Exception as error:
+            logger.exception("a step of %d requests failed", len(batch))
+            return [self._fail(state, _one_line(error)) for state in batch]
+        except BaseException:
+            for state in batch:
+                self._end(state, keep=False)
+            raise
+        self.scheduler.ran(shares)
+        elapsed = time.perf_counter() - started
+        for state, (_, count) in zip(batch, shares, strict=True):
+            state.count(count, elapsed)
+        self._count(shares)
+        return self._draw([batch[i] for i in drawn], logits)
+
+    def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray]:
+        """Run the model; which shares end in a token to draw, and the logits for these."""
         cache = self.model.cache
-        if _SEQUENCE not in cache:
-            cache.add_sequence(_SEQUENCE)
-            self._tokens = []
-        shared = _common_prefix(self._tokens, prompt)
-        keep = min(shared, len(prompt) - 1)  # the last token is run again for its logits
-        recompute = cache.popn(_SEQUENCE, len(self._tokens) - keep)
-        del self._tokens[keep - recompute :]
-        stats.cached_tokens = len(self._tokens)
-        stats.prefill_tokens = len(prompt) - len(self._tokens)
-        while len(self._tokens) < len(prompt):
-            start = len(self._tokens)
-            logits = self._step(prompt[start : start + self.prefill_chunk_size])
-        stats.prefill_seconds = time.perf_counter() - started
-        return logits
+        requests: list[tuple[SequenceId, int]] = []
+        ids: list[int] = []
+        drawn: list[int] = []
+        rows: list[int] = []
+        for index, (job, count) in enumerate(shares):
+            start = cache.length(job.id)
+            ids.extend(job.tokens[start : start + count])
+            requests.append((job.id, count))
+            if start + count == len(job.tokens):
+                drawn.append(index)
+                rows.append(len(ids) - 1)
+        if len(drawn) == len(shares):
+            return drawn, self.model.step(requests, ids)
+        # A kernel wants at least one row; that of a prompt that goes on is then of no use.
+        return drawn, self.model.step(requests, ids, rows or [len(ids) - 1])
 
-    def _step(self, ids: list[int]) -> np.ndarray:
-        logits = self.model.step([(_SEQUENCE, len(ids))], ids)[0]
-        self._tokens.extend(ids)
-        return logits
+    def _draw(self, states: list[RequestState], logits: np.ndarray) -> list[Output]:
+        """Draw a token for each answer; row i of the logits is that of answer i."""
+        if not states:
+            return []
+        logits = logits[: len(states), : self.vocab_size]
+        # The sum is finite only if every summand is, and costs a fraction of asking each.
+        finite = np.isfinite(logits.sum(axis=1, dtype=np.float64)).tolist()
+        likeliest = logits.argmax(axis=1).tolist()
+        outputs = []
+        now = time.perf_counter()
+        for row, state in enumerate(states):
+            if not finite[row]:
+                outputs.append(self._fail(state, "the model's logits are not finite"))
+                continue
+            try:
+                piece = state.draw(logits[row], likeliest[row], now)
+            except Exception as error:
+                logger.exception("drawing a token failed")
+                outputs.append(self._fail(state, _one_line(error)))
+                continue
+            self._generated += 1
+            if piece.finish_reason is not None:
+                self._finished += 1
+                self.last_request = state.stats
+                self._end(state)
+            outputs.append((state.job.id, piece))
+        return outputs
 
-    def _acquire(self) -> None:
-        if self._owner == threading.get_ident():
-            raise CacheError("an answer is still being streamed: finish or close it before the next request")
-        self._lock.acquire()
-        self._owner = threading.get_ident()
+    def _fail(self, state: RequestState, error: str) -> Output:
+        self._failed += 1
+        return self._close(state, "error", error, keep=False)
 
-    def _release(self) -> None:
-        self._owner = None
-        self._lock.release()
+    def _close(self, state: RequestState, reason: Any, message: str, keep: bool = True) -> Output:
+        self._end(state, keep)
+        return self._ending(state, reason, message)
 
-    def _warn_of_faults(self, nans: int, saturated: int) -> None:
+    @staticmethod
+    def _ending(state: RequestState, reason: Any, message: str) -> Output:
+        return state.job.id, Piece(None, "", reason, message, state.stats)
+
+    def _end(self, state: RequestState, keep: bool = True) -> None:
+        del self._states[state.job.id]
+        self.scheduler.remove(state.job, keep)
+
+    # ---- figures -------------------------------------------------------------------------------
+    def stats(self) -> EngineStats:
+        """The engine at this moment. Does not modify anything; any thread may call it."""
+        cache, scheduler = self.model.cache, self.scheduler
+        pool = cache.pool
+        nans, saturated = (int(n) for n in self.model.faults)
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            total_pages=pool.num_pages,
+            used_pages=pool.num_pages - pool.num_available,
+            cached_pages=pool.num_idle,
+            max_running=cache.open_pages.num_open,
+            requests=self._finished + self._cancelled + self._failed + len(self._states),
+            finished=self._finished,
+            cancelled=self._cancelled,
+            failed=self._failed,
+            prompt_tokens=self._prompt_tokens,
+            hit_tokens=self._hit_tokens,
+            generated_tokens=self._generated,
+            prefill_rows=self._prefill_rows,
+            decode_rows=self._decode_rows,
+            steps=self._steps,
+            preemptions=scheduler.preemptions,
+            evicted_pages=self.prefix.evicted if self.prefix is not None else 0,
+            faults=(nans, saturated),
+        )
+
+    def _count(self, shares: list[tuple[Job, int]]) -> None:
+        decoded = sum(self._states[job.id].decodes for job, _ in shares)
+        self._decode_rows += decoded
+        self._prefill_rows += sum(count for _, count in shares) - decoded
+        self._steps += 1
+        nans, saturated = (int(n) for n in self.model.faults)
         if (nans or saturated) and not self._warned:
             self._warned = True
             logger.warning(
                 "the KV cache replaced %d NaNs and saturated %d values beyond the fp16 range", nans, saturated
             )
 
+    def _most_tokens(self) -> int:
+        """Most tokens of a sequence that has the pool for itself; the last one drawn need not run."""
+        return self.model.cache.capacity + self.model.cache.page_size
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    length = min(len(a), len(b))
-    differ = np.flatnonzero(np.asarray(a[:length]) != np.asarray(b[:length]))
-    return int(differ[0]) if len(differ) else length
+    def check_integrity(self) -> None:
+        """Compare requests, jobs, sequences and pages; raises CacheError. Does not modify anything."""
+        self.scheduler.check_integrity()
+        jobs = {job.id for job in [*self.scheduler.running, *self.scheduler.waiting]}
+        assert jobs == set(self._states), "every request has a job"
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[-1]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

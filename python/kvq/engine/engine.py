@@ -1,158 +1,136 @@
-"""``Engine``: a model, from any stage, behind OpenAI-shaped calls."""
+"""``Engine``: a model, from any stage, behind OpenAI-shaped calls and offline batches."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from kvq.config import ChatConfig
 from kvq.engine.completions import Chat, Completions
-from kvq.engine.core import EngineCore, Stats
-from kvq.errors import LibraryError
-from kvq.memory import MemoryPlan, available_memory, format_bytes, plan_cache
-from kvq.quantization.scheme import resolve
-from kvq.runtime.cache_shape import CacheShape
-from kvq.runtime.library import Library
-from kvq.runtime.loaded_model import LoadedModel, checked_limits
-from kvq.tokenizer import Tokenizer
-
-logger = logging.getLogger("kvq")
+from kvq.engine.driver import Driver
+from kvq.engine.host import EngineHost
+from kvq.engine.request import FinishReason, Request, RequestStats
+from kvq.engine.setup import EngineParts
+from kvq.errors import ConfigError, EngineError
+from kvq.runtime.sampler import SampledToken, SamplingParams
 
 
-class Engine:
-    """A model ready to answer, one request at a time.
+@dataclass(frozen=True)
+class Generation:
+    """An answer of :meth:`Engine.generate`.
 
-    Parameters
+    Attributes
     ----------
-    model : str or Path
-        A compiled pair, a converted directory, a checkpoint (converted and compiled into a cache
-        directory first), or ``smollm2``.
-    quantization, kv_quantization : str, optional
-        Schemes of weights and cache; what the model has by default, ``q4f16kv`` for a checkpoint.
-    context_window_size, prefill_chunk_size : int, optional
-        Most tokens of a sequence, and of a prefill step.
-    device : str
-        ``cpu``.
-    model_lib : str or Path, optional
-        A compiled library to use.
-    opt : str, optional
-        Optimization level of a library that has to be compiled: ``O1`` has exact activations.
-    report : callable, optional
-        Told in words what is being done.
+    text : str
+    token_ids : list of int
+        The tokens drawn, the one that ended the answer among them.
+    tokens : list of SampledToken
+        The same, with log probabilities where they were asked for.
+    finish_reason : str
+        ``stop`` or ``length``.
+    stats : RequestStats
+    """
+
+    text: str
+    tokens: list[SampledToken]
+    finish_reason: FinishReason
+    stats: RequestStats
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the tokens drawn."""
+        return [token.id for token in self.tokens]
+
+
+class Engine(EngineHost):
+    """A model ready to answer, many requests at once; parameters are those of :class:`EngineHost`.
+
+    Several threads may use it; their requests run in one batch.
 
     Attributes
     ----------
     chat.completions, completions
         ``create(...)`` as in OpenAI's client.
-    plan : MemoryPlan
-        What was planned before it was allocated.
-
-    Raises
-    ------
-    KvqError
-        If the model cannot be brought to run.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        quantization: str | None = None,
-        kv_quantization: str | None = None,
-        context_window_size: int | None = None,
-        prefill_chunk_size: int | None = None,
-        device: str = "cpu",
-        model_lib: str | Path | None = None,
-        opt: str | None = None,
-        report: Callable[[str], None] | None = None,
-    ) -> None:
-        from kvq.build import prepare_model
-
-        say = report or (lambda _: None)
-        built = prepare_model(
-            model,
-            quantization,
-            kv_quantization,
-            context_window_size=context_window_size,
-            prefill_chunk_size=prefill_chunk_size,
-            device=device,
-            opt=opt,
-            model_lib=model_lib,
-            report=say,
-        )
-        self.model_name = str(model)
-        self.config = ChatConfig.load(built.config_dir)
-        self.tokenizer = Tokenizer.from_dir(built.config_dir)
-        library = Library.load(built.library, device)
-        self.metadata = meta = library.metadata
-        self._check_scheme(quantization, kv_quantization, built.library)
-        context, _, chunk = checked_limits(
-            meta, context_window_size=context_window_size, prefill_chunk_size=prefill_chunk_size
-        )
-        shape = CacheShape.for_limits(meta.layout, context_window_size=context, prefill_chunk_size=chunk)
-        chunk = min(chunk, context)
-        self.plan: MemoryPlan = plan_cache(
-            meta.model,
-            meta.layout,
-            shape,
-            weights_bytes=library.params_bytes,
-            max_rows=chunk,
-            scratch_slots=meta.scratch_slots,
-        )
-        logger.info("memory plan: %s", describe_plan(self.plan))
-        if (available := available_memory()) is not None:
-            self.plan.check(available)
-        say("loading weights")
-        self.model = LoadedModel(library, library.load_params(built.weights_dir), shape, chunk)
-        self._core = EngineCore(
-            self.model,
-            context_window_size=context,
-            prefill_chunk_size=chunk,
-            vocab_size=self.config.active_vocab_size,
-        )
-        self.completions = Completions(self._core, self.tokenizer, self.config, self.model_name)
+    def _start(self, parts: EngineParts) -> None:
+        super()._start(parts)
+        self._driver = Driver(parts.core)
+        self.completions = Completions(self._driver, self.tokenizer, self.config, self.model_name)
         self.chat = Chat(self.completions)
 
-    def _check_scheme(self, quantization: str | None, kv_quantization: str | None, library: Path) -> None:
-        """A library that was found or given must have the schemes that are asked for."""
-        if quantization is None and kv_quantization is None:
-            return
-        weights, kv = resolve(quantization or self.metadata.quantization, kv_quantization)
-        asked = (weights.name, str(kv))
-        has = (self.metadata.quantization, self.metadata.kv_quantization)
-        if asked != has:
-            raise LibraryError(
-                f"{library}: was compiled for weights in {has[0]} and a KV cache in {has[1]}, not {asked[0]} "
-                f"and {asked[1]}: leave --model-lib out to have it compiled"
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> list[Generation]:
+        """Continue many prompts in one batch.
+
+        Parameters
+        ----------
+        prompts : sequence of str or of token ids
+            Texts, or token ids.
+        sampling : SamplingParams or sequence of them, optional
+            For all, or one for each prompt; greedy if not given.
+        max_tokens : int, optional
+            Most tokens of an answer; until the context is full if not given.
+        stop : sequence of str
+            Strings that end an answer, beside the model's own.
+        ignore_eos : bool
+            Go on past the model's own end.
+
+        Returns
+        -------
+        list of Generation
+            In the order of the prompts.
+
+        Raises
+        ------
+        ConfigError
+            If a prompt does not fit, or there are not as many ``sampling`` as prompts.
+        EngineError
+            If the engine had to end an answer.
+        """
+        params = sampling or SamplingParams(temperature=0)
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ConfigError(
+                f"{len(each)} sampling parameters for {len(prompts)} prompts: give one for each"
             )
-
-    @property
-    def context_window_size(self) -> int:
-        """Most tokens of prompt and answer together."""
-        return self._core.context_window_size
-
-    @property
-    def stats(self) -> Stats:
-        """What the last request cost."""
-        return self._core.stats
+        config = self.config
+        requests = [
+            Request(
+                prompt=self.tokenizer.encode(prompt, add_special_tokens=True)
+                if isinstance(prompt, str)
+                else list(prompt),
+                sampling=one,
+                max_tokens=max_tokens,
+                stop_ids=frozenset() if ignore_eos else frozenset(config.stop_token_ids),
+                stop_strings=tuple(stop) if ignore_eos else (*stop, *config.stop_strings),
+            )
+            for prompt, one in zip(prompts, each, strict=True)
+        ]
+        for request in requests:
+            self.check(request)
+        texts: list[list[str]] = [[] for _ in requests]
+        tokens: list[list[SampledToken]] = [[] for _ in requests]
+        found: dict[int, Generation] = {}
+        for index, piece in self._driver.run(requests):
+            texts[index].append(piece.text)
+            if piece.token is not None:
+                tokens[index].append(piece.token)
+            if piece.error is not None:
+                raise EngineError(f"prompt {index}: {piece.error}")
+            if piece.finish_reason is not None:
+                assert piece.stats is not None
+                found[index] = Generation(
+                    "".join(texts[index]), tokens[index], piece.finish_reason, piece.stats
+                )
+        return [found[index] for index in range(len(requests))]
 
     def reset(self) -> None:
-        """Forget what the cache holds."""
-        self._core.reset()
-
-    def allocated_bytes(self) -> dict[str, int]:
-        """Bytes of the weights and of each of the cache's tensors, counted from the tensors."""
-        sizes: dict[str, Any] = {"weights": self.model.params.nbytes, **self.model.nbytes}
-        return sizes
-
-
-def describe_plan(plan: MemoryPlan) -> str:
-    """The plan in one line."""
-    return (
-        f"weights {format_bytes(plan.weights_bytes)}, KV pool {format_bytes(plan.kv_sealed_bytes)} for "
-        f"{plan.max_tokens} tokens at {plan.bits_per_value:.2f} bits per value, open pages "
-        f"{format_bytes(plan.kv_open_bytes)}, workspace {format_bytes(plan.kv_workspace_bytes)}, activations "
-        f"up to {format_bytes(plan.activation_bytes)}: {format_bytes(plan.total_bytes)} in all"
-    )
+        """Empty the prefix cache."""
+        self._driver.reset()

@@ -8,14 +8,16 @@ what                    owned by                  released when
 pool page, free         ``PagePool``'s free list  a step takes it
 pool page, reserved     the open step             ``commit_step`` hands it on, ``abort_step`` frees it
 pool page, sealed       every sequence whose      its last holder drops it (``remove_sequence`` or
-                        table lists it (shared)   ``popn``); until then it is never rewritten
+                        table lists it (shared),  ``popn``, the prefix cache's ``evict``); until then
+                        and the prefix cache      it is never rewritten
 open page               exactly one sequence,     ``remove_sequence``; a page that becomes full is
                         from add/fork to remove   sealed into the pool, and the open page starts anew
 ======================  ========================  ===================================================
 
 Invariants, which ``check_integrity`` recomputes: the count of a pool page is the number of tables
-that list it (plus one while reserved); a page is free exactly when its count is zero; a sequence of
-``n`` tokens lists ``n // P`` sealed pages, and its other ``n % P`` tokens stand in its open page.
+that list it (plus one while reserved, and one if the prefix cache holds it); a page is free exactly
+when its count is zero; a sequence of ``n`` tokens lists ``n // P`` sealed pages, and its other
+``n % P`` tokens stand in its open page.
 
 A sealed page is immutable. So a sequence cut inside one loses that page whole: it then ends at the
 page's start, and the caller runs the missing tokens (at most P - 1) again. Nothing is quantized twice.
@@ -139,18 +141,40 @@ class PagedKVCache:
         return pages <= self.pool.num_free and workspace <= self.num_workspace
 
     # ---- sequences -----------------------------------------------------------------------------
-    def add_sequence(self, sequence_id: SequenceId) -> None:
-        """Start an empty sequence; takes an open page.
+    def add_sequence(self, sequence_id: SequenceId, pages: Iterable[int] = ()) -> None:
+        """Start a sequence, empty or with sealed pages that others hold too; takes an open page.
+
+        Parameters
+        ----------
+        pages : iterable of int
+            Pages in use that hold the sequence's first tokens, of the prefix cache for example.
 
         Raises
         ------
         CacheError
-            If the id exists or no open page is free; nothing changes.
+            If the id exists, a page is free, or no open page is; nothing changes.
         """
         self._check_idle()
         if sequence_id in self._sequences:
             raise CacheError(f"sequence {sequence_id!r} exists already")
-        self._sequences[sequence_id] = Sequence(self.open_pages.allocate())
+        table = array("i", pages)
+        unused = [page for page in table if not self.pool.references(page)]
+        if unused:
+            raise CacheError(f"page {unused[0]} is free and cannot be shared")
+        sequence = Sequence(self.open_pages.allocate(), table, len(table) * self.page_size)
+        for page in table:
+            self.pool.share(page)
+        self._sequences[sequence_id] = sequence
+
+    def replace_pages(self, sequence_id: SequenceId, pages: Iterable[int]) -> None:
+        """List other pages of the same content for a sequence's first sealed pages; its own are dropped."""
+        self._check_idle()
+        table = self.sequence(sequence_id).pages
+        for index, page in enumerate(pages):
+            if table[index] != page:
+                self.pool.share(page)
+                self.pool.release(table[index])
+                table[index] = page
 
     def remove_sequence(self, sequence_id: SequenceId) -> None:
         """Drop a sequence and its hold on its pages; its forks keep theirs."""

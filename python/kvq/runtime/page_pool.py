@@ -8,17 +8,34 @@ from kvq.errors import CacheError
 
 
 class PagePool:
-    """Numbers of the sealed pages: a free list and reference counts."""
+    """Numbers of the sealed pages: a free list, reference counts, and which of them a prefix cache holds."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
         self._refs = [0] * num_pages
+        self._cached = bytearray(num_pages)
+        self._num_idle = 0
 
     @property
     def num_free(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or will be as soon as the prefix cache gives them up."""
+        return len(self._free) + self._num_idle
+
+    @property
+    def cached_pages(self) -> set[int]:
+        """Pages that the prefix cache holds. Does not modify the pool."""
+        return {page for page, cached in enumerate(self._cached) if cached}
 
     def references(self, page: int) -> int:
         """Holders of a page. Does not modify the pool."""
@@ -42,6 +59,8 @@ class PagePool:
         """Add a holder to a page that is in use."""
         if not self._refs[page]:
             raise CacheError(f"page {page} is free and cannot be shared")
+        if self._cached[page] and self._refs[page] == 1:
+            self._num_idle -= 1
         self._refs[page] += 1
 
     def release(self, page: int) -> None:
@@ -51,9 +70,26 @@ class PagePool:
         self._refs[page] -= 1
         if not self._refs[page]:
             self._free.append(page)
+        elif self._cached[page] and self._refs[page] == 1:
+            self._num_idle += 1
+
+    def hold_for_cache(self, page: int) -> None:
+        """Add the prefix cache to the holders of a page that is in use."""
+        if self._cached[page]:
+            raise CacheError(f"the prefix cache holds page {page} already")
+        self.share(page)
+        self._cached[page] = 1
+
+    def release_from_cache(self, page: int) -> None:
+        """The prefix cache drops a page that it holds."""
+        if not self._cached[page]:
+            raise CacheError(f"the prefix cache does not hold page {page}")
+        self._cached[page] = 0
+        self._num_idle -= self._refs[page] == 1
+        self.release(page)
 
     def check_integrity(self, held: Counter[int]) -> None:
-        """Compare counts and free list with the holders found by the caller.
+        """Compare counts and free list with the holders found by the caller, the prefix cache apart.
 
         Raises
         ------
@@ -61,12 +97,16 @@ class PagePool:
             With the page and the two numbers that differ.
         """
         for page, refs in enumerate(self._refs):
-            if refs != held[page]:
-                raise CacheError(f"page {page} counts {refs} holders, but {held[page]} hold it")
+            holders = held[page] + self._cached[page]
+            if refs != holders:
+                raise CacheError(f"page {page} counts {refs} holders, but {holders} hold it")
         free = Counter(self._free)
-        idle = {page for page, refs in enumerate(self._refs) if not refs}
-        if set(free) != idle or len(self._free) != len(idle):
-            raise CacheError(f"free list has {len(self._free)} entries, but {len(idle)} pages are free")
+        unused = {page for page, refs in enumerate(self._refs) if not refs}
+        if set(free) != unused or len(self._free) != len(unused):
+            raise CacheError(f"free list has {len(self._free)} entries, but {len(unused)} pages are free")
+        idle = sum(1 for page in self.cached_pages if self._refs[page] == 1)
+        if idle != self._num_idle:
+            raise CacheError(f"{self._num_idle} pages count as idle, but {idle} are")
 
 
 class OpenPages:

@@ -69,6 +69,29 @@ class SamplingParams:
             if not valid:
                 raise ConfigError(f"{name} {getattr(self, name)} is not possible: it must be {wanted}")
 
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether the token is the likeliest of the logits as they are, and nothing else is asked."""
+        return (
+            self.temperature < _GREEDY_TEMPERATURE
+            and self.repetition_penalty == 1
+            and not (self.presence_penalty or self.frequency_penalty or self.logit_bias)
+            and self.top_logprobs is None
+        )
+
+
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse a bias for ids that do not exist.
+
+    Raises
+    ------
+    ConfigError
+        Names the first one.
+    """
+    outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+    if outside:
+        raise ConfigError(f"logit_bias names token {outside[0]}: ids are 0 .. {vocab_size - 1}")
+
 
 @dataclass(frozen=True)
 class SampledToken:
@@ -102,20 +125,22 @@ class Sampler:
         self._prompt = set(prompt) if params.repetition_penalty != 1 else set()
         seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
         self._key = np.array([seed % 2**64, choice], np.uint64)
-        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
-        if outside:
-            raise ConfigError(f"logit_bias names token {outside[0]}: ids are 0 .. {vocab_size - 1}")
+        check_bias(params, vocab_size)
 
-    def sample(self, logits: np.ndarray, position: int) -> SampledToken:
+    def sample(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> SampledToken:
         """Draw the token that stands at ``position`` of the sequence.
 
         Parameters
         ----------
         logits : numpy.ndarray
             float32 ``[V]``; not modified.
+        allowed : numpy.ndarray, optional
+            bool ``[>= V]``: the tokens that may be drawn, at least one.
         """
         logits = logits[: self._vocab_size]
         changed = self._penalized(logits)
+        if allowed is not None:
+            changed = np.where(allowed[: self._vocab_size], changed, np.float32("-inf"))
         if self.params.temperature < _GREEDY_TEMPERATURE:
             token = int(changed.argmax())
         else:
