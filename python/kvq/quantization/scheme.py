@@ -2,7 +2,8 @@
 
 ``--quantization`` names a weight scheme, or an alias that also names a cache scheme
 (``q4f16kv`` = weights ``q4f16_1`` with an int4 cache). ``--kv-quantization`` sets the cache alone:
-``none``, ``int8``, ``int4``, ``int3``, or a mix spelled ``k=int4:v=int3``.
+``none``, ``int8``, ``int4``, ``int3``, or a mix spelled ``k=int4:v=int3``. ``float32`` rounds nothing, whatever the
+weights: what the quality of the others is measured against.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from kvq.errors import ConfigError
 
 #: Bits of a cache component by its name; ``None`` keeps the rows as they are.
 KV_BITS: dict[str, int | None] = {"none": None, "int8": 8, "int4": 4, "int3": 3, "int2": 2}
+#: Keeps K and V in float32, both of them.
+EXACT = "float32"
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ WEIGHT_SCHEMES = {
 
 @dataclass(frozen=True)
 class KVQuantization:
-    """Storage of sealed K and V, each one of the keys of :data:`KV_BITS`."""
+    """Storage of sealed K and V: each one of the keys of :data:`KV_BITS`, or both :data:`EXACT`."""
 
     k: str = "none"
     v: str = "none"
@@ -60,12 +63,18 @@ class KVQuantization:
     @property
     def k_bits(self) -> int | None:
         """Bits of a key code, or None for unquantized keys."""
-        return KV_BITS[self.k]
+        return KV_BITS.get(self.k)
 
     @property
     def v_bits(self) -> int | None:
         """Bits of a value code, or None for unquantized values."""
-        return KV_BITS[self.v]
+        return KV_BITS.get(self.v)
+
+    def row_dtype(self, weights: WeightScheme) -> str:
+        """Dtype of rows that are not sealed, and of unquantized pages, beside ``weights``."""
+        if self.k == EXACT:
+            return "float32"
+        return weights.row_dtype if self.k_bits is None and self.v_bits is None else "float16"
 
     def __str__(self) -> str:
         return self.k if self.k == self.v else f"k={self.k}:v={self.v}"
@@ -79,9 +88,9 @@ class KVQuantization:
         ConfigError
             If the text names no scheme.
         """
-        known = ", ".join(KV_BITS)
+        known = ", ".join([EXACT, *KV_BITS])
         parts = dict(part.split("=", 1) for part in text.split(":") if "=" in part)
-        if not parts and text in KV_BITS:
+        if not parts and text in (EXACT, *KV_BITS):
             return cls(text, text)
         if set(parts) == {"k", "v"} and len(text.split(":")) == 2 and set(parts.values()) <= set(KV_BITS):
             return cls(parts["k"], parts["v"])
