@@ -9,7 +9,6 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from kvq.config import describe_validation
 from kvq.errors import ConfigError
 
 #: Most answers of one request, prompts times ``n``.
@@ -260,4 +259,19 @@ def parse_options(kind: type[_Kind], options: Mapping[str, Any]) -> _Kind:
     try:
         return kind.model_validate(dict(options))
     except ValidationError as error:
-        raise ConfigError(describe_validation(error)) from None
+        raise ConfigError(describe_problem(error.errors()[0])[1]) from None
+
+
+def describe_problem(problem: Mapping[str, Any]) -> tuple[str, str]:
+    """Key and one line of an entry of ``ValidationError.errors()``."""
+    key = ".".join(str(part) for part in problem["loc"])
+    kind, message = problem["type"], problem["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        text = f"unknown option {key!r}"
+    elif kind == "missing":
+        text = f"{key} is missing"
+    elif kind == "value_error":
+        text = f"{key} {message}"
+    else:
+        text = f"{key}: {message}, not {problem['input']!r:.80}"
+    return key, " ".join(text.split())
