@@ -18,6 +18,7 @@ from kvq.errors import KvqError
 COMMANDS = {
     "demo": "demo",
     "chat": "chat",
+    "serve": "serve",
     "convert_weight": "convert_weight",
     "gen_config": "gen_config",
     "compile": "compile",

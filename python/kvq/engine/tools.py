@@ -19,6 +19,7 @@ from kvq.engine.structured import guided
 #: Spells a text for a Lark rule, markers as token ids.
 Spell = Callable[[str], str]
 
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DECODER = json.JSONDecoder()
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -102,7 +103,7 @@ class ToolFormat:
         rules = []
         for rule, function in zip(names, functions, strict=True):
             schema = function.get("parameters")
-            schema = {"type": "object", "properties": {}} if schema is None else schema
+            schema = _NO_PARAMETERS if schema is None else schema
             rules.append(f"{rule}: {self.rule(function['name'], json.dumps(guided(schema)), spell)}")
         more = f"({spell(self.between)} call)*" if parallel else ""
         start = " ".join(part for part in (spell(self.start), "call", more, spell(self.end)) if part)

@@ -1,0 +1,131 @@
+"""Runs the requests of an answer in the event loop: to the end, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request as HttpRequest
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from kvq.engine.answers import Answer, Part, Whole
+from kvq.engine.request import Piece, Request
+from kvq.errors import KvqError
+from kvq.serve.errors import error_content, status_of
+
+logger = logging.getLogger("kvq")
+
+#: Starts a request: pieces of its answer; closing the generator cancels it.
+Generate = Callable[[Request], AsyncGenerator[Piece, None]]
+
+_Result = TypeVar("_Result")
+
+
+async def run_all(generate: Generate, requests: list[Request]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """Run requests at once: index and piece, as they come. Closing the generator cancels all of them."""
+    if len(requests) == 1:
+        async with contextlib.aclosing(generate(requests[0])) as pieces:
+            async for piece in pieces:
+                yield 0, piece
+        return
+    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
+
+    async def pump(index: int, request: Request) -> None:
+        try:
+            async with contextlib.aclosing(generate(request)) as pieces:
+                async for piece in pieces:
+                    queue.put_nowait((index, piece))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
+    running = len(tasks)
+    try:
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            running -= item.finish_reason is not None
+            yield index, item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def collect(generate: Generate, answer: Answer[Whole, Part]) -> Whole:
+    """The whole answer.
+
+    Raises
+    ------
+    EngineError
+        If the engine had to end one of its choices; the others are cancelled.
+    """
+    async with contextlib.aclosing(run_all(generate, answer.requests)) as pieces:
+        async for index, piece in pieces:
+            answer.feed(index, piece)
+    return answer.whole()
+
+
+async def events(
+    generate: Generate, answer: Answer[Whole, Part], include_usage: bool
+) -> AsyncGenerator[str, None]:
+    """The answer as server-sent events. What goes wrong on the way is an event too: the status is sent."""
+    try:
+        async with contextlib.aclosing(run_all(generate, answer.requests)) as pieces:
+            async for index, piece in pieces:
+                part = answer.feed(index, piece)
+                if part is not None:
+                    yield _event(part.model_dump_json())
+        if include_usage:
+            yield _event(answer.usage_part().model_dump_json())
+    except KvqError as error:
+        yield _event(json.dumps(error_content(status_of(error), str(error))))
+    except Exception:
+        logger.exception("a stream failed")
+        yield _event(json.dumps(error_content(500, "the server failed; its log says why")))
+    yield _event("[DONE]")
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events whose source is closed at once when the client goes."""
+
+    def __init__(self, source: AsyncGenerator[str, None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(source, media_type="text/event-stream", headers=headers)
+        self._source = source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._source.aclose()
+
+
+async def until_gone(http: HttpRequest, work: Awaitable[_Result]) -> _Result | None:
+    """The result of work that is cancelled when the client goes; None if it went."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        for pending in (task, gone):
+            pending.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while True:
+        message: Any = await http.receive()
+        if message["type"] == "http.disconnect":
+            return

@@ -1,0 +1,88 @@
+"""``/metrics`` for Prometheus: the engine's own figures, and times that the server sees."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvq.engine.request import EngineStats, Piece
+
+_FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_NEXT_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+
+#: Name, help, and field of the engine's figures.
+_GAUGES = (
+    ("kvq_requests_running", "Requests in the batch", "running"),
+    ("kvq_requests_waiting", "Requests in the queue", "waiting"),
+    ("kvq_requests_max_running", "Most requests in the batch", "max_running"),
+    ("kvq_pages", "Sealed pages of the pool", "total_pages"),
+    ("kvq_pages_used", "Pages that running requests hold", "used_pages"),
+    ("kvq_pages_cached", "Pages that only the prefix cache holds", "cached_pages"),
+)
+_COUNTERS = (
+    ("kvq_requests", "Requests taken", "requests"),
+    ("kvq_requests_finished", "Requests that came to their end", "finished"),
+    ("kvq_requests_cancelled", "Requests that their clients left", "cancelled"),
+    ("kvq_requests_failed", "Requests that the engine ended with an error", "failed"),
+    ("kvq_prompt_tokens", "Tokens of prompts that have started", "prompt_tokens"),
+    ("kvq_prefix_hit_tokens", "Prompt tokens found in the prefix cache", "hit_tokens"),
+    ("kvq_generated_tokens", "Tokens drawn", "generated_tokens"),
+    ("kvq_prefill_rows", "Rows run for prompts", "prefill_rows"),
+    ("kvq_decode_rows", "Rows run for answers", "decode_rows"),
+    ("kvq_steps", "Steps of the model", "steps"),
+    ("kvq_preemptions", "Requests that gave back their pages to run again later", "preemptions"),
+    ("kvq_evicted_pages", "Pages that the prefix cache gave up", "evicted_pages"),
+)
+
+
+class _EngineFigures:
+    """Reads the engine when Prometheus asks."""
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for name, text, key in _GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(stats, key))
+        for name, text, key in _COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(stats, key))
+
+
+class Metrics:
+    """The figures of one server, in a registry of its own.
+
+    Parameters
+    ----------
+    stats : callable
+        The engine's figures at the moment.
+    """
+
+    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineFigures(stats))
+        self._first = Histogram(
+            "kvq_time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_FIRST_TOKEN,
+            registry=self.registry,
+        )
+        self._next = Histogram(
+            "kvq_inter_token_seconds",
+            "From a token of an answer to the next",
+            buckets=_NEXT_TOKEN,
+            registry=self.registry,
+        )
+
+    async def observe(self, pieces: AsyncIterator[Piece]) -> AsyncGenerator[Piece, None]:
+        """The same pieces, their times noted."""
+        last, first = time.perf_counter(), True
+        async for piece in pieces:
+            if piece.token is not None:
+                now = time.perf_counter()
+                (self._first if first else self._next).observe(now - last)
+                last, first = now, False
+            yield piece
