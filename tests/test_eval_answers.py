@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvq.build import BuiltModel, prepare_model
-from kvq.eval.metrics import log_softmax
+from kvq.eval.metrics import Distributions
 from kvq.runtime.loaded_model import LoadedModel, load_model
 from kvq.tokenizer import Tokenizer
 
@@ -59,9 +59,9 @@ def nll(model: LoadedModel, prompt: list[int], tokens: list[int]) -> float:
     ids = prompt + tokens[:-1]
     rows = list(range(len(prompt) - 1, len(ids)))
     model.cache.add_sequence("answer")
-    log_probs = log_softmax(np.array(model.step([("answer", len(ids))], ids, rows)))
+    found = Distributions.of(model.step([("answer", len(ids))], ids, rows))
     model.cache.remove_sequence("answer")
-    return float(-log_probs[np.arange(len(tokens)), tokens].mean())
+    return float(found.nll(np.array(tokens)).mean())
 
 
 @pytest.mark.slow

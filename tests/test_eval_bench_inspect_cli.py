@@ -41,16 +41,16 @@ def test_eval_perplexity(checkpoint: Path, text_file: Path, capsys: pytest.Captu
     words = ["eval", "perplexity", str(checkpoint), "--quantization", "q0f32", "--text", str(text_file)]
     words += ["--kv", "int4,int3,k=int4:v=int3", "--window", "200", "--max-tokens", "300"]
     rows = run_json(capsys, *words, "--chunk", "64")
-    assert [row["kv"] for row in rows] == ["none", "int4", "int3", "k=int4:v=int3"]
-    none, int4, int3, mix = rows
+    assert [row["kv"] for row in rows] == ["float32", "int4", "int3", "k=int4:v=int3"]
+    exact, int4, int3, mix = rows
     assert {row["scored_tokens"] for row in rows} == {199 + 99}
-    assert none["delta_percent"] == none["kl"] == none["kl_p99"] == none["quantized_keys"] == 0
-    assert none["top1_percent"] == 100
+    assert exact["delta_percent"] == exact["kl"] == exact["kl_p99"] == exact["quantized_keys"] == 0
+    assert exact["top1_percent"] == 100
     assert 0 < int4["kl"] < mix["kl"] < int3["kl"] < int3["kl_p99"]
-    assert int4["keys"] == none["keys"] == 199 * 200 // 2 + 99 * 100 // 2
+    assert int4["keys"] == exact["keys"] == 199 * 200 // 2 + 99 * 100 // 2
     assert int4["quantized_keys"] == sum(p // 64 * 64 for p in [*range(199), *range(99)])
     assert int4["bits_per_value"] == pytest.approx(4 + (64 * 3 + 64 * 2) * 8 / (2 * 64 * 64))
-    assert none["bits_per_value"] == 32
+    assert exact["bits_per_value"] == 32
     again = run_json(capsys, *words, "--chunk", "7")
     same = ("kv", "perplexity", "kl", "top1_percent")
     assert [[row[key] for key in same] for row in again] == [[row[key] for key in same] for row in rows]
@@ -62,9 +62,9 @@ def test_eval_prints_what_it_attended_to(
     words = ["eval", "perplexity", str(checkpoint), "--quantization", "q0f32", "--text", str(text_file)]
     assert main([*words, "--kv", "int4", "--window", "130", "--max-tokens", "130", "--chunk", "50"]) == 0
     out = capsys.readouterr().out
-    assert "prefill chunk: 50 tokens" in out
-    assert f"int4: attends to quantized pages: {64 * 64 + 128} of {129 * 130 // 2} keys" in out
-    assert f"none: attends to quantized pages: 0 of {129 * 130 // 2} keys" in out
+    assert "against float32; prefill chunk: 50 tokens" in out
+    assert f"attends to quantized pages: {64 * 64 + 128} of {129 * 130 // 2} keys" in out
+    assert f"attends to quantized pages: 0 of {129 * 130 // 2} keys" in out
 
 
 def test_bench_decode(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.eval.metrics import kl_divergence, log_softmax
+from kvq.eval.metrics import Distributions
 from kvq.eval.perplexity import rows_of, score, windows
 from kvq.layout import KVLayout
 
@@ -23,6 +25,11 @@ class Bigram:
         self.layout = KVLayout(1, 1, 64, k_bits=k_bits, v_bits=k_bits, page_size=page_size)
         self.length = 0
         self.chunks: list[int] = []
+        self.quantized = k_bits is not None
+        self.description = f"{k_bits} bits"
+
+    def bits_per_value(self, head_dim: int) -> float:
+        return replace(self.layout, head_dim=head_dim).bits_per_value
 
     def reset(self) -> None:
         self.length = 0
@@ -56,9 +63,7 @@ def test_matches_the_plain_formulas(chunk: int) -> None:
     models = [Bigram(0.0, None), Bigram(0.3, 4)]
     window = 90
     scores = score(models, tokens, window=window, stride=window, chunk=chunk)
-    none, int4 = rows_of(
-        ["none", "int4"], [m.layout for m in models], scores, window=window, stride=window, chunk=chunk
-    )
+    none, int4 = rows_of(["none", "int4"], models, scores, window=window, stride=window, chunk=chunk)
     (p, targets), (q, _) = direct(models[0], tokens, window), direct(models[1], tokens, window)
     n = np.arange(len(targets))
     nll_p, nll_q = -p[n, targets], -q[n, targets]
@@ -71,6 +76,12 @@ def test_matches_the_plain_formulas(chunk: int) -> None:
         np.exp(nll_q.mean()) * nll_q.std(ddof=1) / np.sqrt(len(nll_q)), rel=1e-4
     )
     assert int4.kl == pytest.approx(kl.mean(), rel=1e-4)
+    assert int4.kl_stderr == pytest.approx(kl.std(ddof=1) / np.sqrt(len(kl)), rel=1e-4)
+    half = 1.96 * nll_q.std(ddof=1) / np.sqrt(len(nll_q))
+    assert int4.perplexity_low == pytest.approx(np.exp(nll_q.mean() - half), rel=1e-4)
+    assert int4.perplexity_high == pytest.approx(np.exp(nll_q.mean() + half), rel=1e-4)
+    assert int4.bits_per_value == models[1].layout.bits_per_value
+    assert 4 < int4.bits_per_value_d128 < int4.bits_per_value
     assert int4.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-4)
     assert int4.top1_percent == pytest.approx(100 * (p.argmax(-1) == q.argmax(-1)).mean())
     assert 50 < int4.top1_percent < 100
@@ -120,15 +131,30 @@ def test_sizes_that_make_no_sense_are_refused(num_tokens: int, window: int, stri
         list(windows(num_tokens, window, stride))
 
 
-def test_log_softmax_of_large_logits_and_tiny_divergences() -> None:
-    rng = np.random.RandomState(5)
-    logits = (rng.standard_normal((4, 5000)) * 40 + 1000).astype(np.float32)
+def log_probabilities(logits: np.ndarray) -> np.ndarray:
     exact = logits.astype(np.float64)
     exact -= exact.max(-1, keepdims=True)
-    exact -= np.log(np.exp(exact).sum(-1, keepdims=True))
-    assert np.abs(log_softmax(logits) - exact).max() < 1e-4
-    same = log_softmax(logits)
-    assert kl_divergence(same, same).max() == 0.0
-    small = log_softmax(rng.standard_normal((4, 5000)).astype(np.float32))
-    nudged = log_softmax(small + 1e-4 * rng.standard_normal(small.shape).astype(np.float32))
-    assert 0 <= kl_divergence(small, nudged).max() < 1e-6
+    return exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1000.0])
+def test_distributions_are_exact(offset: float) -> None:
+    """More rows than a thread takes at once; an offset costs digits of the logits, and no more."""
+    rng = np.random.RandomState(5)
+    logits = (rng.standard_normal((11, 5000)) * 4 + offset).astype(np.float32)
+    other = (logits + 0.1 * rng.standard_normal(logits.shape) + 1.5).astype(np.float32)
+    targets = rng.randint(0, 5000, 11)
+    p, q = log_probabilities(logits), log_probabilities(other)
+    found, compared = Distributions.of(logits, probabilities=True), Distributions.of(other)
+    assert found.nll(targets) == pytest.approx(-p[np.arange(11), targets], abs=1e-6)
+    assert (found.top == p.argmax(-1)).all()
+    assert found.kl(compared) == pytest.approx((np.exp(p) * (p - q)).sum(-1), abs=1e-6)
+    assert found.kl(Distributions.of(logits.copy())).max() == 0.0
+
+
+def test_a_tiny_divergence_is_not_negative() -> None:
+    rng = np.random.RandomState(6)
+    logits = rng.standard_normal((4, 5000)).astype(np.float32)
+    nudged = logits + 1e-4 * rng.standard_normal(logits.shape).astype(np.float32)
+    kl = Distributions.of(logits, probabilities=True).kl(Distributions.of(nudged))
+    assert 0 <= kl.min() <= kl.max() < 1e-6

@@ -16,10 +16,16 @@ def test_perplexity_of_int4_and_int3(
     demo_gguf: Path, build_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVQ_CACHE", str(build_cache))
-    none, int4, int3 = evaluate_perplexity(
-        str(demo_gguf), [REFERENCE, "int4", "int3"], DEFAULT_TEXT, max_tokens=8200, window=1024, chunk=256
+    exact, none, int4, int3 = evaluate_perplexity(
+        str(demo_gguf),
+        [REFERENCE, "none", "int4", "int3"],
+        DEFAULT_TEXT,
+        max_tokens=8200,
+        window=1024,
+        chunk=256,
     )
-    assert none["scored_tokens"] >= 8000
+    assert exact["scored_tokens"] >= 8000
+    assert 0 < none["kl"] < 1e-4
     assert int4["delta_percent"] < 2.0
     assert int3["delta_percent"] < 6.0
     assert 0 < int4["kl"] < int3["kl"]

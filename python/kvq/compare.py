@@ -48,7 +48,7 @@ class Comparison:
     quantization : str, optional
         Weight scheme; that of a converted directory by default.
     schemes : iterable of str
-        Cache schemes, as :func:`parse_schemes` returns them.
+        Cache schemes, as :func:`parse_schemes` returns them; one that comes twice is loaded once.
     opt : str
         Optimization level of the libraries.
     report : callable, optional
@@ -71,7 +71,12 @@ class Comparison:
         self.schemes = list(schemes)
         self._libraries: list[Library] = []
         self._params: list[Params] = []
-        for scheme in self.schemes:
+        for at, scheme in enumerate(self.schemes):
+            first = self.schemes.index(scheme)
+            if first < at:
+                self._libraries.append(self._libraries[first])
+                self._params.append(self._params[first])
+                continue
             built = prepare_model(model, quantization, scheme, opt=opt, report=report)
             self._libraries.append(Library.load(built.library))
             self._params.append(self._params_of(self._libraries[-1], built.weights_dir))

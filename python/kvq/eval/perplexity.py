@@ -1,4 +1,4 @@
-"""Perplexity of a text under several cache schemes, token by token against the unquantized cache.
+"""Perplexity of a text under several cache schemes, token by token against a cache that rounds nothing.
 
 The text is cut into windows; each is prefilled in chunks into an empty sequence, exactly as a prompt is
 served, and every token but the first of a window is scored by the row before it (teacher forcing). A row
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from kvq.errors import ConfigError
-from kvq.eval.metrics import Scores, log_softmax
+from kvq.eval.metrics import Distributions, Scores, standard_error
 from kvq.layout import KVLayout
+from kvq.quantization.scheme import EXACT
 
-#: Name of the scheme that the others are compared with.
-REFERENCE = "none"
+#: Scheme that the others are compared with: no rounding of K and V, whatever the weights.
+REFERENCE = EXACT
+#: head_dim at which bits are reported beside the model's own: that of most models larger than the test's.
+COMMON_HEAD_DIM = 128
 
 #: Called with (done, total).
 Progress = Callable[[int, int], None]
@@ -30,7 +33,18 @@ class Prefiller(Protocol):
 
     @property
     def layout(self) -> KVLayout:
-        """The layout of its cache."""
+        """The layout of the cache that its library has."""
+
+    @property
+    def description(self) -> str:
+        """How sealed pages are stored, in a line."""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether sealed pages hold codes."""
+
+    def bits_per_value(self, head_dim: int) -> float:
+        """Bits that a sealed page stores per value at a head_dim, everything included."""
 
     def reset(self) -> None:
         """Empty the sequence."""
@@ -52,21 +66,29 @@ class Window:
 class Row:
     """The result of one scheme; the fields are the keys of ``--json``.
 
-    ``stderr`` and ``delta_stderr`` are standard errors of ``perplexity`` and of ``delta_percent``; ``kl`` and
-    ``kl_p99`` are mean and 99th percentile of KL(none || scheme) in nats; ``top1_percent`` is the share
-    of tokens whose most likely continuation is the same; ``bits_per_value`` is what a sealed page
-    stores, scales included; of ``keys`` read by the scored rows, ``quantized_keys`` were codes.
+    ``scheme`` says how sealed pages are stored. ``stderr``, ``delta_stderr`` and ``kl_stderr`` are standard
+    errors of ``perplexity``, ``delta_percent`` and ``kl``, and ``perplexity_low`` .. ``perplexity_high`` is a
+    95% confidence interval, tokens taken as independent. ``kl`` and ``kl_p99`` are mean and 99th percentile
+    of KL(reference || scheme) in nats; ``top1_percent`` is the share of tokens whose most likely continuation
+    is the reference's. ``bits_per_value`` is what a sealed page of this model stores, scales included, and
+    ``bits_per_value_d128`` what it would at head_dim 128. Of ``keys`` read by the scored rows,
+    ``quantized_keys`` were codes.
     """
 
     kv: str
+    scheme: str
     perplexity: float
-    delta_percent: float
+    perplexity_low: float
+    perplexity_high: float
     stderr: float
+    delta_percent: float
     delta_stderr: float
     kl: float
+    kl_stderr: float
     kl_p99: float
     top1_percent: float
     bits_per_value: float
+    bits_per_value_d128: float
     scored_tokens: int
     window: int
     stride: int
@@ -74,9 +96,14 @@ class Row:
     quantized_keys: int
     keys: int
 
-    def to_dict(self) -> dict[str, float | int | str]:
+    @property
+    def attends(self) -> str:
+        """What the scored rows read, in words."""
+        return f"attends to quantized pages: {self.quantized_keys} of {self.keys} keys"
+
+    def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description."""
-        return asdict(self)
+        return {**asdict(self), "attends": self.attends}
 
 
 def windows(num_tokens: int, window: int, stride: int) -> Iterator[Window]:
@@ -163,27 +190,27 @@ def _score_chunk(
     begin: int,
 ) -> None:
     """Feed ``tokens[start:stop]`` to every model and score the tokens that follow ``rows``."""
-    reference: np.ndarray | None = None
+    reference: Distributions | None = None
     for model, result in zip(models, scores, strict=True):
         # A chunk of which no row is scored still has to fill the cache; it asks for its last row.
         wanted = rows - start if len(rows) else np.array([stop - start - 1], np.int32)
         logits = model.prefill(tokens[start:stop], wanted)
         if not len(rows):
             continue
-        log_probs = log_softmax(logits)
+        found = Distributions.of(logits, probabilities=reference is None)
         if reference is None:
-            reference = log_probs
-        result.add(log_probs, tokens[rows + 1], reference)
+            reference = found
+        result.add(found, tokens[rows + 1], reference)
         positions = rows.astype(np.int64) - begin
         result.keys += int((positions + 1).sum())
-        if model.layout.k_bits or model.layout.v_bits:
+        if model.quantized:
             page = model.layout.page_size
             result.quantized_keys += int((positions // page * page).sum())
 
 
 def rows_of(
     names: Sequence[str],
-    layouts: Sequence[KVLayout],
+    models: Sequence[Prefiller],
     scores: Sequence[Scores],
     *,
     window: int,
@@ -194,14 +221,19 @@ def rows_of(
     return [
         Row(
             kv=name,
+            scheme=model.description,
             perplexity=result.perplexity,
-            delta_percent=result.delta_percent(scores[0]),
+            perplexity_low=result.interval[0],
+            perplexity_high=result.interval[1],
             stderr=result.stderr,
+            delta_percent=result.delta_percent(scores[0]),
             delta_stderr=result.delta_stderr(scores[0]),
             kl=float(np.mean(result.kl)),
+            kl_stderr=standard_error(result.kl),
             kl_p99=float(np.percentile(result.kl, 99)),
             top1_percent=100.0 * result.agree / len(result.nll),
-            bits_per_value=layout.bits_per_value,
+            bits_per_value=model.bits_per_value(model.layout.head_dim),
+            bits_per_value_d128=model.bits_per_value(COMMON_HEAD_DIM),
             scored_tokens=len(result.nll),
             window=window,
             stride=stride,
@@ -209,5 +241,5 @@ def rows_of(
             quantized_keys=result.quantized_keys,
             keys=result.keys,
         )
-        for name, layout, result in zip(names, layouts, scores, strict=True)
+        for name, model, result in zip(names, models, scores, strict=True)
     ]

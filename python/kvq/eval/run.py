@@ -7,12 +7,35 @@ from typing import Any
 
 import numpy as np
 
-from kvq.compare import Comparison, Report
+from kvq.compare import Comparison, Report, parse_schemes
 from kvq.errors import ConfigError
-from kvq.eval.compiled import CompiledPrefiller
-from kvq.eval.perplexity import Progress, check_sizes, rows_of, score
+from kvq.eval.codecs import PEER_PREFIX, PEERS, peer_codec
+from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller
+from kvq.eval.perplexity import REFERENCE, Progress, check_sizes, rows_of, score
 from kvq.eval.text import read_text
+from kvq.quantization.scheme import EXACT
 from kvq.tokenizer import Tokenizer
+
+
+def parse_columns(text: str, reference: str = REFERENCE) -> list[str]:
+    """Read ``none,int4,peer:kivi-int4``: the reference first, then the others in the order given, each once.
+
+    ``peer:all`` stands for all codecs of :data:`kvq.eval.codecs.PEERS`.
+
+    Raises
+    ------
+    ConfigError
+        If a name is unknown, or there is none.
+    """
+    names = parse_schemes(reference)
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if part == f"{PEER_PREFIX}all":
+            names += [PEER_PREFIX + name for name in PEERS]
+        elif part.startswith(PEER_PREFIX):
+            names.append(PEER_PREFIX + peer_codec(part).name)
+        else:
+            names += parse_schemes(part)
+    return list(dict.fromkeys(names))
 
 
 def evaluate_perplexity(
@@ -36,7 +59,7 @@ def evaluate_perplexity(
     model, quantization, opt : str
         As :class:`kvq.compare.Comparison` takes them.
     schemes : sequence of str
-        Cache schemes; the first is the reference of the others.
+        Cache schemes and ``peer:`` codecs; the first, a scheme, is the reference of the others.
     text : str
         A file, or the name of a text that ships with kvq.
     max_tokens, window, stride, chunk : int
@@ -59,13 +82,18 @@ def evaluate_perplexity(
     sizes = {"window": window, "stride": window if stride is None else stride, "chunk": chunk}
     check_sizes(**sizes)
     content = read_text(text)
-    comparison = Comparison(model, quantization, schemes, opt, report)
+    peers = [name.startswith(PEER_PREFIX) for name in schemes]
+    libraries = [EXACT if peer else name for peer, name in zip(peers, schemes, strict=True)]
+    comparison = Comparison(model, quantization, libraries, opt, report)
     tokens = np.array(Tokenizer.from_dir(comparison.config_dir).encode(content)[:max_tokens], np.int32)
     if len(tokens) < 2:
         raise ConfigError(f"--text {text}: {len(tokens)} tokens are too few: perplexity needs at least 2")
     models = comparison.load(window, chunk)
-    prefillers = [CompiledPrefiller(loaded) for loaded in models]
+    prefillers = [
+        CodecPrefiller(loaded, peer_codec(name)) if peer else CompiledPrefiller(loaded)
+        for loaded, name, peer in zip(models, schemes, peers, strict=True)
+    ]
     scores = score(prefillers, tokens, **sizes, progress=progress)
-    rows = rows_of(schemes, [loaded.layout for loaded in models], scores, **sizes)
+    rows = rows_of(schemes, prefillers, scores, **sizes)
     weights = models[0].metadata.quantization
     return [{**row.to_dict(), "quantization": weights, "opt": opt} for row in rows]

@@ -9,6 +9,7 @@ from typing import Any
 _EXAMPLE = """example:
   kvq eval perplexity smollm2 --kv none,int8,int4,int3
   kvq eval perplexity ./out --text book.txt --window 2048 --max-tokens 16384 --json
+  kvq eval perplexity smollm2 --quantization q0f16 --kv none,int4,peer:llama.cpp-q4_0-rotated --plot peers.svg
 """
 
 
@@ -17,14 +18,23 @@ def add_parser(kinds: Any) -> None:
     parser = kinds.add_parser(
         "perplexity",
         help="perplexity, KL divergence and agreement on a text",
-        description="Scores a text under each cache scheme, as it is served, against the unquantized cache.",
+        description="Scores a text under each cache scheme, as it is served. The first row is the "
+        "reference, a cache that rounds nothing; the others follow in the order of --kv. none is the floor: "
+        "K and V merely rounded to the weights' dtype. peer:NAME is a format of others (--list-peers, or "
+        "peer:all), whose pages go through a codec inside the library of the reference.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory")
+    add(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="smollm2, a .gguf file, a checkpoint, or a converted directory",
+    )
     add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
     add("--kv", metavar="LIST", default="none,int8,int4,int3", help="cache schemes (default: %(default)s)")
+    add("--reference", metavar="K", default="float32", help="scheme of the first row (default: %(default)s)")
     add("--text", metavar="FILE", default="opticks", help="UTF-8 text (default: prose that ships with kvq)")
     add("--max-tokens", metavar="N", type=int, default=12288, help="tokens to read (default: %(default)s)")
     add("--window", metavar="N", type=int, default=1024, help="tokens of a window (default: %(default)s)")
@@ -32,6 +42,8 @@ def add_parser(kinds: Any) -> None:
     add("--chunk", metavar="N", type=int, default=256, help="tokens of a prefill step (default: %(default)s)")
     add("--opt", default="O1", help="O1 computes with exact activations (default: %(default)s)")
     add("--json", action="store_true", help="print a JSON list, an object a scheme")
+    add("--plot", metavar="FILE", help="KL and perplexity over bits, as .svg, .png or .pdf")
+    add("--list-peers", action="store_true", help="print the formats of others and what they store")
     parser.set_defaults(func=run)
 
 
@@ -40,11 +52,18 @@ def run(args: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from kvq.cli.tables import error_console
-    from kvq.compare import parse_schemes
-    from kvq.eval.perplexity import REFERENCE
-    from kvq.eval.run import evaluate_perplexity
+    from kvq.errors import ConfigError
+    from kvq.eval.plots import plot_perplexity
+    from kvq.eval.run import evaluate_perplexity, parse_columns
 
-    schemes = parse_schemes(args.kv, reference=REFERENCE)
+    if args.list_peers:
+        _print_peers()
+        return 0
+    if args.model is None:
+        raise ConfigError(
+            "kvq eval perplexity needs a MODEL: smollm2, a checkpoint, or a converted directory"
+        )
+    schemes = parse_columns(args.kv, args.reference)
     with Progress(console=error_console(), transient=True) as bar:
         task = bar.add_task("preparing", total=None)
         rows = evaluate_perplexity(
@@ -59,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             chunk=args.chunk,
             progress=lambda done, total: bar.update(task, completed=done, total=total, description="scoring"),
         )
+    if args.plot:
+        plot_perplexity(rows, args.plot)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
@@ -73,22 +94,33 @@ def _print(model: str, rows: list[dict[str, Any]]) -> None:
     print_table(
         f"{model}: weights {first['quantization']}, {first['opt']}, {first['scored_tokens']} tokens scored "
         f"in windows of {first['window']}",
-        ["kv", "bits/value", "perplexity", "±", "delta", "±", "KL (nats)", "KL p99", "same top-1"],
+        ["kv", "bits", "at D 128", "perplexity", "±", "delta", "±", "KL (nats)", "±", "KL p99", "same top-1"],
         [
             [
                 row["kv"],
                 f"{row['bits_per_value']:.2f}",
+                f"{row['bits_per_value_d128']:.2f}",
                 f"{row['perplexity']:.3f}",
                 f"{row['stderr']:.3f}",
                 f"{row['delta_percent']:+.2f}%",
                 f"{row['delta_stderr']:.2f}",
-                f"{row['kl']:.4f}",
+                f"{row['kl']:.5f}",
+                f"{row['kl_stderr']:.5f}",
                 f"{row['kl_p99']:.3f}",
                 f"{row['top1_percent']:.1f}%",
             ]
             for row in rows
         ],
     )
-    print(f"prefill chunk: {first['chunk']} tokens")
+    print(f"against {first['kv']}; prefill chunk: {first['chunk']} tokens")
     for row in rows:
-        print(f"{row['kv']}: attends to quantized pages: {row['quantized_keys']} of {row['keys']} keys")
+        print(f"{row['kv']}: {row['scheme']}; {row['attends']}")
+
+
+def _print_peers() -> None:
+    from kvq.eval.codecs import PEER_PREFIX, PEERS
+
+    print(f"{'--kv':34}{'bits per value at head_dim 64':>32}{'128':>8}  format")
+    for name, codec in PEERS.items():
+        bits, common = (codec.bits_per_value(dim) for dim in (64, 128))
+        print(f"{PEER_PREFIX + name:34}{bits:32.3f}{common:8.3f}  {codec.description}")
