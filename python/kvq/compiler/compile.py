@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-from tvm import relax
 
 from kvq import __version__
 from kvq.config import ChatConfig
@@ -119,6 +118,7 @@ def _build(
         kv.v_bits,
         page_size,
         row_dtype,
+        target.kernels.layout_order,
     )
     mod, names = export_model(model)
     shapes = _shapes(mod, names)
@@ -165,7 +165,7 @@ def _build(
         return tvm.compile(
             mod,
             target.target,
-            relax_pipeline=relax.get_default_pipeline(target.target),
+            relax_pipeline=target.relax_pipeline,
             tir_pipeline=target.tir_pipeline,
         )
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import tvm
+from tvm import relax
+from tvm.ir.transform import Pass
 
 from kvq.cpu_features import detect
 from kvq.errors import CompileError
@@ -39,12 +41,12 @@ class CompileTarget(Protocol):
         CPU features the library needs, as :func:`kvq.cpu_features.detect` names them.
     kernels : Kernels
         The backend.
-    layout_order : str
-        ``KVLayout.order`` of its pages.
     description : dict
         The metadata's ``target``.
     target : tvm.target.Target
         TVM's target.
+    relax_pipeline : Pass
+        What follows kvq's own passes.
     tir_pipeline : str
         Pipeline that lowers the kernels.
     pack_imports : callable or None
@@ -61,13 +63,13 @@ class CompileTarget(Protocol):
     def kernels(self) -> Kernels: ...
 
     @property
-    def layout_order(self) -> str: ...
-
-    @property
     def description(self) -> dict[str, Any]: ...
 
     @property
     def target(self) -> tvm.target.Target: ...
+
+    @property
+    def relax_pipeline(self) -> Pass: ...
 
     @property
     def tir_pipeline(self) -> str: ...
@@ -93,7 +95,6 @@ class CpuTarget:
     features: tuple[str, ...]
 
     device = "cpu"
-    layout_order = "lanes"
     tir_pipeline = "default"
     pack_imports = None
 
@@ -108,6 +109,10 @@ class CpuTarget:
     @property
     def target(self) -> tvm.target.Target:
         return tvm.target.Target(self.options)
+
+    @property
+    def relax_pipeline(self) -> Pass:
+        return relax.get_default_pipeline(self.target)
 
 
 def cpu_target(opt: str = "O2", features: set[str] | None = None) -> CpuTarget:
@@ -147,7 +152,6 @@ class CudaTarget:
 
     device = "cuda"
     features = ()
-    layout_order = "fragments"
 
     @property
     def kernels(self) -> Kernels:
@@ -171,8 +175,14 @@ class CudaTarget:
         return tvm.target.Target(options, host={"kind": "llvm"})
 
     @property
+    def relax_pipeline(self) -> Pass:
+        from .lowering import relax_pipeline
+
+        return relax_pipeline(self.target)
+
+    @property
     def tir_pipeline(self) -> str:
-        from .tir_pipeline import MIXED
+        from .lowering import MIXED
 
         return MIXED
 

@@ -113,7 +113,9 @@ def find_creation(mod: IRModule) -> tuple[GlobalVar, CacheGeometry] | None:
     return None
 
 
-def kv_layout(geometry: CacheGeometry, kv: KVQuantization, page_size: int, row_dtype: str) -> KVLayout:
+def kv_layout(
+    geometry: CacheGeometry, kv: KVQuantization, page_size: int, row_dtype: str, order: str
+) -> KVLayout:
     """The layout of a cache of this geometry."""
     return KVLayout(
         geometry.num_layers,
@@ -123,6 +125,7 @@ def kv_layout(geometry: CacheGeometry, kv: KVQuantization, page_size: int, row_d
         kv.v_bits,
         page_size,
         row_dtype,
+        order,
     )
 
 
@@ -351,5 +354,5 @@ class LowerPagedKVCache:
         if found is None:
             return mod
         creation, geometry = found
-        layout = kv_layout(geometry, self.kv, self.page_size, self.row_dtype)
+        layout = kv_layout(geometry, self.kv, self.page_size, self.row_dtype, self.kernels.layout_order)
         return _Rewriter(mod, creation, geometry, layout, self.kernels).transform()

@@ -88,10 +88,15 @@ class Kernels(Protocol):
     ----------
     int8 : Int8Kernels or None
         None where activations stay as they are at every optimization level.
+    layout_order : str
+        ``KVLayout.order`` of its pages.
     """
 
     @property
     def int8(self) -> Int8Kernels | None: ...
+
+    @property
+    def layout_order(self) -> str: ...
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
         """How attention is cut into tasks."""

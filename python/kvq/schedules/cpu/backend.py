@@ -42,6 +42,8 @@ class CpuKernels:
 
     isa: CpuIsa
 
+    layout_order = "lanes"
+
     @property
     def int8(self) -> CpuInt8Kernels:
         return CpuInt8Kernels(self.isa)

@@ -1,0 +1,66 @@
+"""What follows kvq's own passes on a GPU: TVM's pipelines, put together for kernels in TIRx.
+
+A model's library has two kinds of kernels: ours are TIRx, and what Relax legalizes (a residual, a gather of
+rows) is schedulable TIR. TVM's default pipelines take modules of one kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.ir.transform import Pass
+from tvm.s_tir import dlight
+from tvm.tirx import compilation_pipeline
+
+#: Name of the pipeline for kernels, for ``tvm.compile(..., tir_pipeline=...)``.
+MIXED = "kvq_mixed"
+
+
+def relax_pipeline(target: tvm.target.Target) -> Pass:
+    """TVM's default pipeline for CUDA, but reshapes stay what they are: views.
+
+    The default makes kernels of them and then recognizes these by their loops, which fails on TIRx.
+    """
+    from tvm.relax.backend.cuda.pipeline import finalize_passes
+
+    @tvm.transform.module_pass(opt_level=0, name="RelaxPipeline")
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        with target:
+            passes = [
+                relax.transform.LegalizeOps(skip_ops=["relax.reshape"]),
+                relax.transform.AnnotateTIROpPattern(),
+                relax.transform.FoldConstant(),
+                relax.transform.FuseOps(),
+                relax.transform.FuseTIR(),
+                dlight.ApplyDefaultSchedule(dlight.gpu.Fallback()),
+                relax.transform.ToNonDataflow(),
+                relax.transform.RemovePurityChecking(),
+                relax.transform.CallTIRRewrite(),
+                *finalize_passes(target),
+            ]
+            return tvm.transform.Sequential(passes)(mod)
+
+    return run
+
+
+def _mixed_pipeline() -> tuple[Any, Any, Any]:
+    scheduled, _, _ = compilation_pipeline.get_tir_pipeline("s_tir")
+    written, finalize_host, finalize_device = compilation_pipeline.get_tir_pipeline("tirx")
+
+    @tvm.transform.module_pass(opt_level=0, name="MixedPipeline")
+    def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
+        def is_scheduled(func: tirx.PrimFunc) -> bool:
+            return bool(func.attrs.get("s_tir", False))
+
+        ours = tirx.transform.Filter(lambda func: not is_scheduled(func))(mod)
+        theirs = tirx.transform.Filter(is_scheduled)(mod)
+        out = written(ours)
+        out.update(scheduled(theirs))
+        return out
+
+    return run, finalize_host, finalize_device
+
+
+compilation_pipeline.register_tir_pipeline(MIXED, _mixed_pipeline)

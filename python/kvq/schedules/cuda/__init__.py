@@ -1,0 +1,1 @@
+"""CUDA kernels in TIRx: one factory per kernel, each returning one PrimFunc."""

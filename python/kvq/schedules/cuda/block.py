@@ -1,0 +1,85 @@
+"""Vocabulary of the plain CUDA kernels: loops over a block's threads, warp and block reductions.
+
+Kernels are TIRx: plain Python functions emit statements inside a ``T.prim_func`` that says how many blocks
+there are. Sums run in an order that depends on shapes alone, so a row has the same bits in every batch.
+"""
+
+from __future__ import annotations
+
+from tvm.script import tirx as T
+
+WARP = 32
+#: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
+ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
+
+_ALL_LANES = 0xFFFFFFFF
+
+
+def put(buffer, value, *index):
+    """Store ``value`` at ``index``: the statement that a plain function can emit."""
+    T.buffer_store(buffer, value, list(index))
+
+
+def run(start, lanes):
+    """Index of ``lanes`` consecutive elements from ``start``."""
+    return T.ramp(start, 1, lanes)
+
+
+def when(condition, body):
+    """Emit ``body()`` under a condition."""
+    with T.If(condition), T.Then():
+        body()
+
+
+def sync():
+    """Wait for all threads of the block."""
+    T.evaluate(T.cuda.cta_sync())
+
+
+def for_threads(count, thread, threads: int, body):
+    """Emit ``body(i)`` for every ``i`` below ``count`` (static), dealt to the block's threads."""
+    if count == threads:
+        body(thread)
+        return
+    with T.serial(-(-count // threads)) as step:
+        i = T.bind(step * threads + thread)
+        if count % threads == 0:
+            body(i)
+        else:
+            when(i < count, lambda: body(i))
+
+
+def reduce_warp(combine, value, width: int = WARP):
+    """Combine ``value`` over ``width`` neighbouring lanes; every lane has the result."""
+    mask = width // 2
+    while mask:
+        other = T.tvm_warp_shuffle_xor(T.uint32(_ALL_LANES), value, mask, WARP, WARP)
+        value = T.bind(combine(value, other))
+        mask //= 2
+    return value
+
+
+def reduce_block(combine, value, thread, threads: int, shared):
+    """Combine ``value`` over the block through ``shared[threads / 32]``; every thread has the result."""
+    value = reduce_warp(combine, value)
+    when(T.bitwise_and(thread, WARP - 1) == 0, lambda: put(shared, value, T.shift_right(thread, 5)))
+    sync()
+    total = shared[0]
+    for warp in range(1, threads // WARP):
+        total = combine(total, shared[warp])
+    return T.bind(total)
+
+
+def add(a, b):
+    """The sum, to reduce with."""
+    return a + b
+
+
+def libm(name: str, x):
+    """A function of CUDA's accurate float32 library; TVM's own lowering takes the fast, inexact ones."""
+    return T.call_extern("float32", name, x)
+
+
+def positive_zero(x):
+    """``x + 0``, spelled so that no simplification drops it: the sign of a zero does not survive."""
+    return T.call_extern("float32", "__fadd_rn", x, T.float32(0))

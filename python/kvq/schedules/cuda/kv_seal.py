@@ -1,0 +1,299 @@
+"""kv_seal and kv_carry: what happens to a row page when its tokens are all there, or the step ends.
+
+A block has one page of one head. It writes the words of :func:`kvq.quantization.kv_codec.seal_unit`, bit for
+bit, codes in the order of :mod:`kvq.quantization.fragments`. Rows are read again for each use: a page lies
+in the first-level cache.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from kvq.layout import BASE_BITS, SCALE_MIN_EXPONENT, KVLayout
+from kvq.quantization.kv_codec import EXPONENT_OFFSET
+
+from .block import ATTRIBUTES, WARP, for_threads, positive_zero, put, reduce_block, reduce_warp, sync, when
+from .page_codes import WordPlace
+
+THREADS = 256
+
+
+def for_words(layout: KVLayout, bits: int, is_value: bool, thread, read, write) -> None:
+    """Emit, for every word of a page's codes, ``write(index, word)`` with the codes that ``read`` gives.
+
+    ``read(token, channel)`` is a uint32 below ``2**bits``.
+    """
+
+    def word(index):
+        place = WordPlace(layout, bits, is_value, index)
+        packed = T.alloc_local((1,), "uint32")
+        put(packed, T.uint32(0), 0)
+        for token, channel, source_bit, shift in place.codes():
+            code = T.bind(read(token, channel))
+            if source_bit is not None:
+                code = T.bitwise_and(T.shift_right(code, T.cast(source_bit, "uint32")), T.uint32(1))
+            put(packed, T.bitwise_or(packed[0], T.shift_left(code, T.uint32(shift))), 0)
+        write(index, packed[0])
+
+    for_threads(layout.values_per_unit * bits // 32, thread, THREADS, word)
+
+
+def _half_bits(value):
+    """The bits of a float32 as fp16, as uint32."""
+    return T.cast(T.reinterpret("uint16", T.cast(value, "float16")), "uint32")
+
+
+def _raw_words(layout: KVLayout, is_value: bool, thread, row, write) -> None:
+    """An unquantized component: fp16 rows in the order of fragments, float32 rows as they are."""
+    if layout.row_dtype == "float16":
+
+        def read(token, channel):
+            value = row(token * layout.head_dim + channel)
+            return T.cast(T.reinterpret("uint16", value), "uint32")
+
+        for_words(layout, 16, is_value, thread, read, write)
+    else:
+        for_threads(
+            layout.values_per_unit,
+            thread,
+            THREADS,
+            lambda i: write(i, T.reinterpret("uint32", row(i))),
+        )
+
+
+def _seal_keys(layout: KVLayout, thread, row, write, shared):
+    """Codes, scales and minimums of the keys ``row(i)``, ``[P, D]``; returns the base (int32)."""
+    dim, page, bits = layout.head_dim, layout.page_size, layout.k_bits or 0
+    low, inverse, log_code, red = shared
+
+    def key(token, channel):
+        return T.cast(row(token * dim + channel), "float32")
+
+    most_code = T.alloc_local((1,), "int32")
+    put(most_code, T.int32(0), 0)
+
+    def measure(d):
+        reach = T.alloc_local((2,), "float32")
+        first = T.bind(key(0, d))
+        put(reach, first, 0)
+        put(reach, first, 1)
+        with T.serial(page - 1) as t:
+            value = T.bind(key(t + 1, d))
+            put(reach, T.min(reach[0], value), 0)
+            put(reach, T.max(reach[1], value), 1)
+        minimum = T.bind(positive_zero(reach[0]))
+        need = T.bind((reach[1] - minimum) / T.float32(2**bits - 1))
+        code = T.bind(T.shift_right(T.reinterpret("int32", need) + T.int32(0x7FFFF), T.int32(19)))
+        put(low, minimum, d)
+        put(log_code, code, d)
+        put(most_code, T.max(most_code[0], code), 0)
+
+    for_threads(dim, thread, THREADS, measure)
+    top = reduce_block(T.max, most_code[0], thread, THREADS, red)
+    top = T.max(T.shift_right(top, T.int32(4)), T.int32(127 + SCALE_MIN_EXPONENT))
+    base = T.bind(top - T.int32(15 + EXPONENT_OFFSET))
+    origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
+
+    def scale(d):
+        code = T.bind(T.max(log_code[d] - origin, T.int32(0)))
+        put(log_code, code, d)
+        stored = T.reinterpret("float32", T.shift_left(code + origin, T.int32(19)))
+        put(inverse, T.float32(1) / stored, d)
+
+    for_threads(dim, thread, THREADS, scale)
+    sync()
+
+    def scale_word(w):
+        word = T.cast(log_code[w * 4], "uint32")
+        for i in range(1, 4):
+            word = T.bitwise_or(word, T.shift_left(T.cast(log_code[w * 4 + i], "uint32"), T.uint32(8 * i)))
+        write(w + layout.k_scale_offset, word)
+
+    def minimum_word(w):
+        halves = [_half_bits(low[w * 2 + i]) for i in range(2)]
+        word = T.bitwise_or(halves[0], T.shift_left(halves[1], T.uint32(16)))
+        write(w + layout.k_min_offset, word)
+
+    def code(token, channel):
+        channel = T.bind(channel)
+        steps = T.nearbyint((key(token, channel) - low[channel]) * inverse[channel])
+        return T.cast(T.min(steps, T.float32(2**bits - 1)), "uint32")
+
+    for_threads(dim // 4, thread, THREADS, scale_word)
+    for_threads(dim // 2, thread, THREADS, minimum_word)
+    for_words(layout, bits, False, thread, code, write)
+    return base
+
+
+def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits) -> None:
+    """Codes and scales of the values ``row(i)``, ``[P, D]``; the first scales carry ``base`` if there is one."""
+    dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
+    half = 2 ** (bits - 1)
+    lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
+
+    def value(token, channel):
+        return T.cast(row(token * dim + channel), "float32")
+
+    def measure(token):
+        reach = T.alloc_local((2,), "float32")
+        first = T.bind(value(token, T.min(lane, dim - 1)))
+        put(reach, first, 0)
+        put(reach, first, 1)
+        with T.serial(-(-dim // WARP) - 1) as e:
+            number = T.bind(value(token, T.min(lane + (e + 1) * WARP, dim - 1)))
+            put(reach, T.min(reach[0], number), 0)
+            put(reach, T.max(reach[1], number), 1)
+        low, high = reduce_warp(T.min, reach[0]), reduce_warp(T.max, reach[1])
+        extreme = T.bind(positive_zero(T.Select(high > T.float32(0) - low, high, low)))
+        raw = T.bind(_half_bits(extreme * T.float32(-1.0 / half)))
+        magnitude = T.max(T.bitwise_and(raw, T.uint32(0x7FFF)), T.uint32(2))
+        word = T.bind(T.bitwise_or(magnitude, T.bitwise_and(raw, T.uint32(0x8000))))
+        if base is not None:
+            wanted = T.shift_right(T.cast(base, "uint32"), T.cast(T.min(token, BASE_BITS - 1), "uint32"))
+            differs = T.bitwise_and(T.bitwise_xor(word, wanted), T.uint32(1))
+            word = T.bind(word + T.Select(token < BASE_BITS, differs, T.uint32(0)))
+        stored = T.reinterpret("float16", T.cast(word, "uint16"))
+
+        def keep():
+            put(scale_bits, word, token)
+            put(inverse, T.float32(1) / T.cast(stored, "float32"), token)
+
+        when(lane == 0, keep)
+
+    with T.serial(page // (THREADS // WARP)) as step:
+        measure(T.bind(step * (THREADS // WARP) + warp))
+    sync()
+
+    def scale_word(w):
+        word = T.bitwise_or(scale_bits[w * 2], T.shift_left(scale_bits[w * 2 + 1], T.uint32(16)))
+        write(w + layout.v_scale_offset, word)
+
+    def code(token, channel):
+        token = T.bind(token)
+        steps = T.nearbyint(value(token, channel) * inverse[token]) + T.float32(half)
+        return T.cast(T.max(T.min(steps, T.float32(2**bits - 1)), T.float32(0)), "uint32")
+
+    for_threads(page // 2, thread, THREADS, scale_word)
+    for_words(layout, bits, True, thread, code, lambda index, word: write(index + layout.v_offset, word))
+
+
+def kv_seal(layout: KVLayout) -> tirx.PrimFunc:
+    """Build the kernel.
+
+    Arguments of the kernel: kv_open, kv_workspace, plan_counts ``int32[4]``, seal_tasks ``int32[., 2]``
+    (row page, pool page), layer, and kv_pool (written in place). One block for each entry of the list and
+    head; those beyond the count have nothing to do.
+    """
+    kv_heads, layers, dim, page = (
+        layout.num_kv_heads,
+        layout.num_layers,
+        layout.head_dim,
+        layout.page_size,
+    )
+    unit = layout.values_per_unit
+
+    def seal(task, head, thread, kv_open, kv_workspace, num_open, tasks, layer, pool):
+        source = T.bind(T.cast(tasks[task, 0], "int64"))
+        target = T.bind(T.cast(tasks[task, 1], "int64"))
+        low, inverse = (T.alloc_shared((dim,), "float32") for _ in range(2))
+        log_code = T.alloc_shared((dim,), "int32")
+        red = T.alloc_shared((THREADS // WARP,), "int32")
+        v_inverse = T.alloc_shared((page,), "float32")
+        v_bits = T.alloc_shared((page,), "uint32")
+
+        def write(index, word):
+            put(pool, word, target, layer, head, index)
+
+        def write_page(rows, start):
+            def row(part):
+                return lambda i: rows[(*start, part, i)]
+
+            base = None
+            if layout.k_bits is None:
+                _raw_words(layout, False, thread, row(0), write)
+            else:
+                base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red))
+            if layout.v_bits is not None:
+                _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits)
+                return
+            _raw_words(layout, True, thread, row(1), lambda index, word: write(index + layout.v_offset, word))
+            for i in range(layout.unit_words - layout.k_base_offset):
+                word = T.cast(base, "uint32") if i == 0 else T.uint32(0)
+                when(thread == i, lambda i=i, word=word: write(layout.k_base_offset + i, word))
+
+        with T.If(source < num_open):
+            with T.Then():
+                write_page(kv_open, (source, layer, head))
+            with T.Else():
+                write_page(kv_workspace, (source - num_open, head))
+
+    @T.prim_func(private=True)
+    def kv_seal(
+        open_h: T.handle,
+        workspace_h: T.handle,
+        counts: T.Buffer((4,), "int32"),
+        tasks_h: T.handle,
+        layer: T.int64,
+        pool_h: T.handle,
+    ):
+        T.func_attr(ATTRIBUTES)
+        num_pages = T.int64()
+        num_open = T.int64()
+        num_workspace = T.int64()
+        num_tasks = T.int64()
+        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
+        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
+        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
+        T.device_entry()
+        head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        thread = T.thread_id([THREADS])
+        if task < counts[0]:
+            seal(task, head, thread, kv_open, kv_workspace, num_open, tasks, layer, pool)
+
+    return kv_seal
+
+
+def kv_carry(layout: KVLayout) -> tirx.PrimFunc:
+    """Build the kernel.
+
+    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (page
+    of the workspace, counted from 0; open page), layer, and kv_open (written in place).
+    """
+    kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
+    lanes = 8 if layout.row_dtype == "float16" else 4
+
+    def carry(task, head, thread, kv_workspace, tasks, layer, kv_open):
+        source = T.bind(T.cast(tasks[task, 0], "int64"))
+        target = T.bind(T.cast(tasks[task, 1], "int64"))
+        for part in range(2):
+
+            def copy(i, part=part):
+                at = T.ramp(i * lanes, 1, lanes)
+                put(kv_open, kv_workspace[source, head, part, at], target, layer, head, part, at)
+
+            for_threads(unit // lanes, thread, THREADS, copy)
+
+    @T.prim_func(private=True)
+    def kv_carry(
+        workspace_h: T.handle,
+        counts: T.Buffer((4,), "int32"),
+        tasks_h: T.handle,
+        layer: T.int64,
+        open_h: T.handle,
+    ):
+        T.func_attr(ATTRIBUTES)
+        num_open = T.int64()
+        num_workspace = T.int64()
+        num_tasks = T.int64()
+        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
+        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
+        T.device_entry()
+        head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        thread = T.thread_id([THREADS])
+        if task < counts[1]:
+            carry(task, head, thread, kv_workspace, tasks, layer, kv_open)
+
+    return kv_carry

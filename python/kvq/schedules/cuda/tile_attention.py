@@ -1,0 +1,406 @@
+"""tile_attention: online softmax for tiles of rows, over sealed pages and the rows' own row page.
+
+A block has one attention task of one KV head: up to ``M`` query rows, the rows of the task times their group
+of query heads. It goes through the pages in blocks of tokens: keys become float32 in shared memory, then
+scores, weights, and the values in the same place. A row's sums run over the same blocks in the same order
+whatever shares its tile, so prefill and decode give the same bits.
+
+The plan never cuts a row's keys into splits here: the scratch and the merges of the contract stay unused.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from kvq.layout import BASE_BITS, KVLayout
+from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.schedules.backend import AttentionShape
+
+from .block import ATTRIBUTES, WARP, add, for_threads, libm, put, reduce_warp, run, sync, when
+from .kv_append import WarpRow
+from .page_codes import CodePlace
+
+THREADS = 256
+#: Score of a masked key: far below any real one, and finite, so that no NaN can come of it.
+MASKED = -1e30
+#: Floats of a scratch slot beyond the head_dim.
+SCRATCH_EXTRA = 8
+#: Floats after each row of the keys and values in shared memory: neighbouring rows use other banks.
+PAD = 4
+
+
+def query_rows(head_dim: int) -> int:
+    """Query rows of a block: what fits shared memory beside a block of keys."""
+    return 64 if head_dim <= 64 else 32 if head_dim <= 128 else 16
+
+
+def attention_shape(layout: KVLayout, num_heads: int) -> AttentionShape:
+    """How the plan must cut attention for :func:`tile_attention`."""
+    group = num_heads // layout.num_kv_heads
+    return AttentionShape(4, max(1, min(16, query_rows(layout.head_dim) // group)), 0, SCRATCH_EXTRA)
+
+
+class _Tile:
+    """The statements of the kernel, with its static geometry and its shared memory at hand."""
+
+    def __init__(self, layout: KVLayout, num_heads: int, dtype: str, thread) -> None:
+        self.layout, self.dtype, self.thread = layout, dtype, thread
+        self.group = num_heads // layout.num_kv_heads
+        self.dim, self.page = layout.head_dim, layout.page_size
+        self.rows = query_rows(self.dim)
+        self.tokens = 32 if self.dim <= 128 else 16
+        self.lane = T.bind(T.bitwise_and(thread, WARP - 1))
+        self.warp = T.bind(T.shift_right(thread, 5))
+        self.q = T.alloc_shared((self.rows, self.dim), "float32", align=128)
+        self.buf = T.alloc_shared((self.tokens, self.dim + PAD), "float32", align=128)
+        self.scores = T.alloc_shared((self.rows, self.tokens), "float32")
+        self.fade, self.total = (T.alloc_shared((self.rows,), "float32") for _ in range(2))
+        self.peak = T.alloc_shared((self.rows,), "float32")
+        self.k_scale, self.k_minimum = (T.alloc_shared((self.dim,), "float32") for _ in range(2))
+        self.v_scale = T.alloc_shared((self.page,), "float32")
+        # of the product with the values: a thread has 4 channels of every `stride`-th row
+        self.columns = self.dim // 4
+        self.stride = THREADS // self.columns
+        self.own_rows = -(-self.rows // self.stride)
+        self.column = T.bind(T.truncmod(thread, self.columns))
+        self.first = T.bind(T.truncdiv(thread, self.columns))
+        self.acc = T.alloc_local((self.own_rows, 4), "float32")
+
+    # ---- pages ---------------------------------------------------------------------------------
+    def load_scales(self, word) -> None:
+        """Scales and minimums of a sealed page, from ``word(index)`` of its unit."""
+        layout = self.layout
+
+        def half_float(index, offset):
+            raw = T.shift_right(word(offset + T.shift_right(index, 1)), T.cast(index % 2 * 16, "uint32"))
+            return T.cast(T.reinterpret("float16", T.cast(raw, "uint16")), "float32")
+
+        if layout.k_bits is not None:
+            if layout.base_in_v_scales:
+                base = T.uint32(0)
+                for bit in range(BASE_BITS):
+                    raw = T.shift_right(word(layout.v_scale_offset + bit // 2), T.uint32(bit % 2 * 16))
+                    lowest = T.bitwise_and(raw, T.uint32(1))
+                    base = T.bitwise_or(base, T.shift_left(lowest, T.uint32(bit)))
+            else:
+                base = T.bitwise_and(word(layout.k_base_offset), T.uint32(255))
+            origin = T.bind((T.cast(base, "int32") + EXPONENT_OFFSET) * 16)
+
+            def channel(d):
+                raw = T.shift_right(
+                    word(layout.k_scale_offset + T.shift_right(d, 2)), T.cast(d % 4 * 8, "uint32")
+                )
+                code = T.cast(T.bitwise_and(raw, T.uint32(255)), "int32")
+                put(self.k_scale, T.reinterpret("float32", T.shift_left(code + origin, 19)), d)
+                put(self.k_minimum, half_float(d, layout.k_min_offset), d)
+
+            for_threads(self.dim, self.thread, THREADS, channel)
+        if layout.v_bits is not None:
+            for_threads(
+                self.page,
+                self.thread,
+                THREADS,
+                lambda t: put(self.v_scale, half_float(t, layout.v_scale_offset), t),
+            )
+
+    def each_value(self, block: int, body) -> None:
+        """Emit ``body(token in the block, token in the page, channel)`` for a block of tokens."""
+
+        def one(i):
+            token = T.bind(T.truncdiv(i, self.dim))
+            body(token, T.bind(token + block * self.tokens), T.bind(T.truncmod(i, self.dim)))
+
+        for_threads(self.tokens * self.dim, self.thread, THREADS, one)
+
+    def load_sealed(self, part: int, block: int, word) -> None:
+        """A block of keys (part 0) or values of a sealed page into ``buf``."""
+        layout = self.layout
+        bits = layout.v_bits if part else layout.k_bits
+        offset = layout.v_offset if part else 0
+
+        def one(token, in_page, channel):
+            if bits is None and layout.row_dtype == "float32":
+                value = T.reinterpret("float32", word(offset + in_page * self.dim + channel))
+            else:
+                place = CodePlace(layout, bits or 16, bool(part), in_page, channel)
+                code = place.read(lambda index: word(offset + index))
+                if bits is None:
+                    value = T.cast(T.reinterpret("float16", T.cast(code, "uint16")), "float32")
+                elif part:
+                    number = T.cast(T.cast(code, "int32") - 2 ** (bits - 1), "float32")
+                    value = number * self.v_scale[in_page]
+                else:
+                    value = T.cast(code, "float32") * self.k_scale[channel] + self.k_minimum[channel]
+            put(self.buf, value, token, channel)
+
+        self.each_value(block, one)
+
+    def load_rows(self, part: int, block: int, row, seen) -> None:
+        """A block of the own page, from ``row(part, index)``; zeros from token ``seen`` on."""
+
+        def one(token, in_page, channel):
+            value = T.cast(row(part, in_page * self.dim + channel), "float32")
+            put(self.buf, T.if_then_else(in_page < seen, value, T.float32(0)), token, channel)
+
+        self.each_value(block, one)
+
+    # ---- attention -----------------------------------------------------------------------------
+    def score(self) -> None:
+        """``scores = q @ buf.T``: a thread has one token and every ``THREADS / tokens``-th row."""
+        token = T.bind(T.truncmod(self.thread, self.tokens))
+        first = T.bind(T.truncdiv(self.thread, self.tokens))
+        step = THREADS // self.tokens
+        count = self.rows // step
+        acc = T.alloc_local((count,), "float32")
+        key = T.alloc_local((4,), "float32")
+        query = T.alloc_local((4,), "float32")
+        for r in range(count):
+            put(acc, T.float32(0), r)
+        with T.serial(self.dim // 4) as j:
+            put(key, self.buf[token, run(j * 4, 4)], run(0, 4))
+            for r in range(count):
+                put(query, self.q[first + r * step, run(j * 4, 4)], run(0, 4))
+                for i in range(4):
+                    put(acc, acc[r] + query[i] * key[i], r)
+        for r in range(count):
+            put(self.scores, acc[r], first + r * step, token)
+
+    def softmax(self, block: int, is_own, seen) -> None:
+        """Scores to weights; ``seen(row)`` tokens of the own page count. A warp has a row, a lane a token."""
+
+        def one(row):
+            inside = self.lane < self.tokens
+            at = T.bind(T.min(self.lane, self.tokens - 1))
+            visible = T.Or(T.Not(is_own), at + block * self.tokens < seen(row))
+            kept = T.bind(T.And(inside, visible))
+            score = T.bind(T.Select(kept, self.scores[row, at], T.float32(MASKED)))
+            before = T.bind(self.peak[row])
+            now = T.bind(T.max(before, reduce_warp(T.max, score)))
+            weight = T.bind(T.Select(kept, libm("expf", score - now), T.float32(0)))
+            total = reduce_warp(add, weight)
+            fade = T.bind(libm("expf", before - now))
+            when(inside, lambda: put(self.scores, weight, row, at))
+
+            def keep():
+                put(self.peak, now, row)
+                put(self.fade, fade, row)
+                put(self.total, self.total[row] * fade + total, row)
+
+            # every lane has read the old maximum before the shuffles above
+            when(self.lane == 0, keep)
+
+        warps = THREADS // WARP
+        with T.serial(self.rows // warps) as step:
+            one(T.bind(step * warps + self.warp))
+
+    def accumulate(self) -> None:
+        """``acc = acc * fade + scores @ buf``."""
+        value = T.alloc_local((4,), "float32")
+
+        def rows(body):
+            for r in range(self.own_rows):
+                row = self.first + r * self.stride
+                if (r + 1) * self.stride <= self.rows:
+                    body(r, row)
+                else:
+                    when(row < self.rows, lambda r=r, row=row: body(r, row))
+
+        def products():
+            def faded(r, row):
+                for i in range(4):
+                    put(self.acc, self.acc[r, i] * self.fade[row], r, i)
+
+            rows(faded)
+            with T.serial(self.tokens) as t:
+                put(value, self.buf[t, run(self.column * 4, 4)], run(0, 4))
+
+                def weighted(r, row, t=t):
+                    weight = T.bind(self.scores[row, t])
+                    for i in range(4):
+                        put(self.acc, self.acc[r, i] + weight * value[i], r, i)
+
+                rows(weighted)
+
+        when(self.first < self.stride, products)
+
+    def start(self, q, first_row, num_rows, head) -> None:
+        """Read the queries and clear the state."""
+
+        def query(i):
+            row, channel = T.bind(T.truncdiv(i, self.dim)), T.bind(T.truncmod(i, self.dim))
+            local = T.bind(T.truncdiv(row, self.group))
+            which = head * self.group + T.truncmod(row, self.group)
+            value = T.if_then_else(local < num_rows, q[first_row + local, which, channel], T.float32(0))
+            put(self.q, value, row, channel)
+
+        def state(row):
+            put(self.peak, T.float32(MASKED), row)
+            put(self.total, T.float32(0), row)
+
+        for_threads(self.rows * self.dim, self.thread, THREADS, query)
+        for_threads(self.rows, self.thread, THREADS, state)
+        for r in range(self.own_rows):
+            for i in range(4):
+                put(self.acc, T.float32(0), r, i)
+
+    def attend(self, load, block: int, is_own, seen) -> None:
+        """Add a block of tokens of a page; ``load(part)`` fills ``buf``."""
+        sync()
+        load(0)
+        sync()
+        self.score()
+        sync()
+        self.softmax(block, is_own, seen)
+        load(1)
+        sync()
+        self.accumulate()
+
+    def finish(self, out, first_row, num_rows, head) -> None:
+        """Divide by the sum, undo the rotation of V and write the rows; ``q`` holds them on the way."""
+        sync()
+
+        def keep():
+            for r in range(self.own_rows):
+                row = self.first + r * self.stride
+
+                def one(r=r, row=row):
+                    for i in range(4):
+                        put(self.q, self.acc[r, i] / self.total[row], row, self.column * 4 + i)
+
+                when(row < self.rows, one)
+
+        when(self.first < self.stride, keep)
+        sync()
+        warps = THREADS // WARP
+        with T.serial(self.rows // warps) as step:
+            row = T.bind(step * warps + self.warp)
+            local = T.bind(T.truncdiv(row, self.group))
+            which = T.bind(head * self.group + T.truncmod(row, self.group))
+
+            def write(row=row, local=local, which=which):
+                line = WarpRow(self.dim, self.lane)
+                line.clear()
+                line.each(lambda e, channel: put(line.x, self.q[row, channel], e))
+                if self.layout.v_bits is not None:
+                    line.rotate_values()
+                line.each(
+                    lambda e, channel: put(
+                        out, T.cast(line.x[e], self.dtype), first_row + local, which, channel
+                    )
+                )
+
+            when(local < num_rows, write)
+
+
+def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+    """Build the kernel.
+
+    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table, plan_counts,
+    attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through), and out
+    ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the count
+    have nothing to do.
+    """
+    kv_heads, layers, dim, page = (
+        layout.num_kv_heads,
+        layout.num_layers,
+        layout.head_dim,
+        layout.page_size,
+    )
+    unit, row_dtype = layout.values_per_unit, layout.row_dtype
+
+    def task(at, head, thread, args):
+        q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out = args
+        tile = _Tile(layout, num_heads, dtype, thread)
+        first_row = T.bind(tasks[at, 0])
+        num_rows = T.bind(tasks[at, 1] - first_row)
+        start = T.bind(tasks[at, 2])
+        own = T.bind(T.cast(tasks[at, 3], "int64"))
+        own_page = T.bind(T.shift_right(positions[first_row], page.bit_length() - 1))
+
+        def seen(row):
+            local = T.min(T.truncdiv(row, tile.group), num_rows - 1)
+            return T.bitwise_and(positions[first_row + local], page - 1) + 1
+
+        tile.start(q, first_row, num_rows, head)
+        with T.serial(own_page) as index:
+            entry = T.bind(T.cast(table[start + index], "int64"))
+
+            def word(i, entry=entry):
+                return pool[entry, layer, head, i]
+
+            sync()
+            tile.load_scales(word)
+            for block in range(page // tile.tokens):
+                tile.attend(
+                    lambda part, block=block: tile.load_sealed(part, block, word),
+                    block,
+                    T.bool(False),
+                    seen,
+                )
+        last = T.bind(seen(num_rows * tile.group - 1))
+
+        def own_rows(rows, where):
+            for block in range(page // tile.tokens):
+                tile.attend(
+                    lambda part, block=block: tile.load_rows(
+                        part, block, lambda p, i: rows[(*where, p, i)], last
+                    ),
+                    block,
+                    T.bool(True),
+                    seen,
+                )
+
+        with T.If(own < num_open):
+            with T.Then():
+                own_rows(kv_open, (own, layer, head))
+            with T.Else():
+                own_rows(kv_workspace, (own - num_open, head))
+        tile.finish(out, first_row, num_rows, head)
+
+    @T.prim_func(private=True)
+    def tile_attention(
+        q_h: T.handle,
+        pool_h: T.handle,
+        workspace_h: T.handle,
+        positions_h: T.handle,
+        table_h: T.handle,
+        counts: T.Buffer((4,), "int32"),
+        tasks_h: T.handle,
+        merges_h: T.handle,
+        layer: T.int64,
+        open_h: T.handle,
+        scratch_h: T.handle,
+        out_h: T.handle,
+    ):
+        T.func_attr(ATTRIBUTES)
+        n = T.int64()
+        num_pages = T.int64()
+        num_open = T.int64()
+        num_workspace = T.int64()
+        table_size = T.int64()
+        num_tasks = T.int64()
+        num_merges = T.int64()
+        num_slots = T.int64()
+        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
+        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
+        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), row_dtype)
+        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
+        positions = T.match_buffer(positions_h, (n,), "int32")
+        table = T.match_buffer(table_h, (table_size,), "int32")
+        tasks = T.match_buffer(tasks_h, (num_tasks, 7), "int32")
+        merges = T.match_buffer(merges_h, (num_merges, 3), "int32")
+        scratch = T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
+        out = T.match_buffer(out_h, (n, num_heads, dim), dtype)
+        T.device_entry()
+        head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        thread = T.thread_id([THREADS])
+        if at < counts[2]:
+            task(
+                at,
+                head,
+                thread,
+                (q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out),
+            )
+
+    return tile_attention
