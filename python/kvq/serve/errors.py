@@ -82,8 +82,9 @@ def add_handlers(app: FastAPI) -> None:
         return error_response(error.status, str(error), error.param, error.code)
 
     @app.exception_handler(KvqError)
-    async def _kvq_error(_: Request, error: KvqError) -> JSONResponse:
-        return error_response(status_of(error), str(error))
+    async def _kvq_error(request: Request, error: KvqError) -> JSONResponse:
+        ended = isinstance(error, EngineError) and request.app.state.service.draining
+        return error_response(503 if ended else status_of(error), str(error))
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -91,10 +92,10 @@ def add_handlers(app: FastAPI) -> None:
         if problem["type"] == "json_invalid":
             return error_response(400, "the body is not valid JSON")
         problem["loc"] = problem["loc"][1:]
-        if not problem["loc"]:
+        if not problem["loc"] and problem["type"] != "value_error":
             return error_response(400, "the body must be a JSON object, with Content-Type: application/json")
         key, text = describe_problem(problem)
-        return error_response(400, text, key)
+        return error_response(400, text, key or None)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

@@ -28,6 +28,8 @@ def bind(host: str, port: int) -> socket.socket:
     ConfigError
         If the address is in use or not this machine's.
     """
+    if not 0 <= port < 65536:
+        raise ConfigError(f"--port {port} makes no sense: it must be between 0 and 65535")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -38,8 +40,8 @@ def bind(host: str, port: int) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except (OSError, OverflowError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
+    except OSError as problem:
+        reason = problem.strerror or problem
         raise ConfigError(f"cannot listen on {host} port {port}: {reason}: choose another --port") from None
     return listener
 
@@ -55,7 +57,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
-        self._service, self._drain_seconds = service, drain_seconds
+        self.service, self._drain_seconds = service, drain_seconds
         self._drain: threading.Thread | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -68,12 +70,12 @@ class _Server(uvicorn.Server):
         """Stop taking requests; returns at once."""
         if self._drain is not None:
             return
-        self._service.draining = True
+        self.service.draining = True
         self._drain = threading.Thread(target=self._shut_down_engine, name="kvq-drain", daemon=True)
         self._drain.start()
 
     def _shut_down_engine(self) -> None:
-        engine = self._service.engine
+        engine = self.service.engine
         before = engine.stats()
         open_requests = before.running + before.waiting
         if open_requests:
@@ -125,12 +127,15 @@ class ServerThread:
     ----------
     url : str
         Its address.
+    service : Service
+        What its routes share.
     """
 
     def __init__(self, engine: AsyncEngine, options: ServerOptions) -> None:
         self._listener = bind("127.0.0.1", 0)
         self.url = url_of(self._listener)
         self._server = _server(engine, options, drain_seconds=0)
+        self.service = self._server.service
         arguments: dict[str, Any] = {"sockets": [self._listener]}
         self._thread = threading.Thread(target=self._server.run, kwargs=arguments, daemon=True)
 
