@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,12 @@ import tvm
 import tvm_ffi
 from tvm.runtime.vm import VirtualMachine
 
-from kvq.cpu_features import detect, usable_cores
+from kvq.cpu_features import detect
 from kvq.errors import CacheError, LibraryError
 from kvq.loader.tensor_cache import TensorCache
 from kvq.runtime.arena import Arena
 from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.device import Device
 from kvq.runtime.metadata import Metadata
 
 
@@ -55,7 +55,6 @@ class CacheTensors:
 
     def __init__(self, pool: Any, open_pages: Any, workspace: Any, scratch: Any) -> None:
         self.pool, self.open, self.workspace, self.scratch = pool, open_pages, workspace, scratch
-        self._open_rows = np.from_dlpack(open_pages)
 
     @property
     def nbytes(self) -> dict[str, int]:
@@ -65,7 +64,10 @@ class CacheTensors:
 
     def copy_open(self, src: int, dst: int) -> None:
         """Copy the rows of open page ``src`` to ``dst``, all layers."""
-        self._open_rows[dst] = self._open_rows[src]
+        shape = self.open.shape[1:]
+        size = math.prod(shape) * tvm_ffi.dtype(self.open.dtype).bits // 8
+        pages = [self.open._create_view(shape, relative_byte_offset=size * page) for page in (src, dst)]
+        pages[0].copyto(pages[1])
 
 
 class Library:
@@ -77,16 +79,18 @@ class Library:
         The file.
     metadata : Metadata
         What it says about itself.
+    device : Device
+        Where it runs.
     threads : int
-        Threads that its kernels run on.
+        Tasks of its kernels that run side by side.
     """
 
-    def __init__(self, path: Path, machine: VirtualMachine, metadata: Metadata, device: Any) -> None:
+    def __init__(self, path: Path, machine: VirtualMachine, metadata: Metadata, device: Device) -> None:
         self.path, self.metadata, self.device = path, metadata, device
         self._machine = machine
         self.prefill: Callable[..., Any] = machine["prefill"]
         self.decode: Callable[..., Any] = machine["decode"]
-        self.threads = int(tvm_ffi.get_global_func("runtime.NumThreads")())
+        self.threads = device.threads
 
     @classmethod
     def load(cls, path: str | Path, device: str = "cpu") -> Library:
@@ -95,29 +99,34 @@ class Library:
         Raises
         ------
         LibraryError
-            If the file is missing, no library of kvq's, made by another version, or needs CPU features
-            that this machine lacks.
+            If the file is missing, no library of kvq's, made by another version or for another device, or
+            needs CPU features that this machine lacks.
         """
         path = Path(path)
         if not path.is_file():
             raise LibraryError(f"{path}: no such library: run kvq compile first")
-        if device != "cpu":
-            raise LibraryError(f"device {device!r} is not supported: use cpu")
         _refuse_truncated(path)
-        # Read once, when TVM starts its threads. Its own guess takes half of a virtual machine's cores, and
-        # threads bound to cores wait for whatever else runs there: steps then take twice as long.
-        os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
-        os.environ.setdefault("TVM_BIND_THREADS", "0")
+        opened = Device.open(device)
         try:
             module = tvm.runtime.load_module(str(path.resolve()))
-            machine = VirtualMachine(module, tvm.cpu())
+            machine = VirtualMachine(module, opened.handle)
             text = str(machine["_metadata"]())
         except (RuntimeError, ValueError, AttributeError, OSError) as error:
             reason = (str(error).strip().splitlines() or ["unknown error"])[-1]
+            if "load_from_bytes.cuda" in reason:
+                raise LibraryError(f"{path} was compiled for cuda, not {device}: use --device cuda") from None
             raise LibraryError(f"{path}: not a library that kvq compile wrote ({reason})") from None
         metadata = Metadata.parse(text)
         metadata.check_compatible(str(path), tvm.__version__, detect())
-        return cls(path, machine, metadata, tvm.cpu())
+        if metadata.device != device:
+            raise LibraryError(
+                f"{path} was compiled for {metadata.device}, not {device}: use --device {metadata.device}"
+            )
+        return cls(path, machine, metadata, opened)
+
+    def host_array(self, tensor: Any) -> np.ndarray:
+        """A tensor's data: of the CPU's tensors a view, of a GPU's a copy, once it has been computed."""
+        return np.from_dlpack(tensor) if self.device.kind == "cpu" else tensor.numpy()
 
     @property
     def params_bytes(self) -> int:
@@ -154,24 +163,30 @@ class Library:
         self._check_weights(cache)
         specs = self.metadata.params
         by_source: dict[tuple[str | None, tuple[str, ...]], Any] = {}
-        arena = Arena(list(self._params_bytes().values()))
+        place = self._placer()
         tensors = []
         for index, spec in enumerate(specs):
             key = (spec.function, spec.inputs)
             if key not in by_source:
-                raw = [tvm.runtime.tensor(cache.read(name), self.device) for name in spec.inputs]
+                raw = [tvm.runtime.tensor(cache.read(name), self.device.handle) for name in spec.inputs]
                 made = self._machine[spec.function](*raw) if spec.function else raw[0]
                 if tuple(made.shape) != spec.shape or str(made.dtype) != spec.dtype:
                     raise LibraryError(
                         f"{self.path}: {spec.function or 'parameter'} made {spec.name} {made.dtype}"
                         f"{list(made.shape)}, not {spec.dtype}{list(spec.shape)}: compile it again"
                     )
-                by_source[key] = arena.place(made)
+                by_source[key] = place(made)
             tensor = by_source[key]
             tensors.append(tensor)
             if progress is not None:
                 progress(index + 1, len(specs))
         return Params(tensors)
+
+    def _placer(self) -> Callable[[Any], Any]:
+        """Where prepared tensors go: on the CPU into one arena, on a GPU they stay."""
+        if self.device.kind == "cpu":
+            return Arena(list(self._params_bytes().values())).place
+        return lambda tensor: tensor
 
     def _check_weights(self, cache: TensorCache) -> None:
         names = set(cache.names)
@@ -207,9 +222,8 @@ class Library:
         try:
             pool, open_pages, workspace = self._machine["create_paged_kv_cache"](sizes)
             width = layout.head_dim + 8
-            scratch = tvm.runtime.empty(
-                (max(1, meta.scratch_slots), meta.model.num_attention_heads, width), "float32", self.device
-            )
+            slots = (max(1, meta.scratch_slots), meta.model.num_attention_heads, width)
+            scratch = tvm.runtime.tensor(np.zeros(slots, np.float32), self.device.handle)
         except (RuntimeError, MemoryError) as error:
             total = shape.sealed_bytes(layout) + shape.open_bytes(layout) + shape.workspace_bytes(layout)
             raise CacheError(

@@ -1,8 +1,7 @@
 """A loaded model: runs steps of prefill and decode over its own KV cache.
 
 A call of the model costs tens of microseconds beside its kernels, so everything that can be is made
-once: the weights are one array object, the plan's arrays are wrapped without copying, and tensors of
-``n`` rows are views kept by ``n``.
+once: the weights are one array object, and ``step_tensors.py`` keeps the tensors of a step.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tvm_ffi
 
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
@@ -19,10 +17,8 @@ from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.kv_cache import PagedKVCache, SequenceId
 from kvq.runtime.library import Library, Params
 from kvq.runtime.metadata import Metadata
-from kvq.runtime.step_plan import StepPlan, aligned_zeros, build_step
-
-#: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
-MAX_KEPT_VIEWS = 256
+from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.runtime.step_tensors import StepTensors, step_maker
 
 
 class LoadedModel:
@@ -60,23 +56,9 @@ class LoadedModel:
             self.cache, self.max_rows, table, meta.split_pages, meta.scratch_slots, meta.tile_rows
         )
         self.faults = np.zeros(2, np.int64)
-        self._ids = aligned_zeros((self.max_rows,), np.int32)
-        self._logit_rows = aligned_zeros((self.max_rows,), np.int32)
-        self._views: dict[int, tuple[Any, Any, Any, Any]] = {}
-        wrap, plan = tvm_ffi.from_dlpack, self.plan
+        self._steps = step_maker(self.plan, library.device)
         kv = self.tensors
-        self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch, wrap(plan.kv_faults))
-        self._lists = tuple(
-            wrap(array)
-            for array in (
-                plan.page_table,
-                plan.plan_counts,
-                plan.seal_tasks,
-                plan.carry_tasks,
-                plan.attention_tasks,
-                plan.merge_tasks,
-            )
-        )
+        self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch)
 
     @property
     def layout(self) -> KVLayout:
@@ -124,44 +106,31 @@ class LoadedModel:
             plan.abort()
             raise
         plan.commit()
-        self.faults += plan.kv_faults[: plan.num_rows].sum(axis=0)
+        self.faults += self._steps.faults()
         return logits
 
     def prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> np.ndarray:
         """Run a planned step of any shape; float32 ``[len(logit_rows), vocabulary]``."""
-        self._ids[: plan.num_rows] = ids
-        row_ids, _, positions, slots = self._rows(plan.num_rows)
-        self._logit_rows[: len(logit_rows)] = logit_rows
-        wanted = tvm_ffi.from_dlpack(self._logit_rows[: len(logit_rows)])
-        result = self.library.prefill(
-            row_ids, wanted, *self._tensors, positions, slots, *self._lists, self.params.handle
-        )
-        return np.from_dlpack(result[0])[0]
+        step = self._steps.prefill(ids, logit_rows)
+        result = self.library.prefill(step.ids, step.wanted, *self._arguments(step))
+        return self.library.host_array(result[0])[0]
 
     def decode(self, ids: Any, plan: StepPlan) -> np.ndarray:
         """Run a planned step of one row a sequence; float32 ``[sequences, vocabulary]``."""
-        self._ids[: plan.num_rows] = ids
-        _, column_ids, positions, slots = self._rows(plan.num_rows)
-        result = self.library.decode(
-            column_ids, *self._tensors, positions, slots, *self._lists, self.params.handle
-        )
-        return np.from_dlpack(result[0])[:, 0]
+        step = self._steps.decode(ids)
+        result = self.library.decode(step.ids, *self._arguments(step))
+        return self.library.host_array(result[0])[:, 0]
 
-    def _rows(self, count: int) -> tuple[Any, Any, Any, Any]:
-        """Tensors over the first ``count`` rows: ids ``[1, n]`` and ``[n, 1]``, positions, slots."""
-        views = self._views.get(count)
-        if views is None:
-            if len(self._views) >= MAX_KEPT_VIEWS:
-                self._views.clear()
-            ids, wrap = self._ids[:count], tvm_ffi.from_dlpack
-            views = (
-                wrap(ids.reshape(1, count)),
-                wrap(ids.reshape(count, 1)),
-                wrap(self.plan.positions[:count]),
-                wrap(self.plan.append_slots[:count]),
-            )
-            self._views[count] = views
-        return views
+    def _arguments(self, step: StepTensors) -> tuple[Any, ...]:
+        """What ``prefill`` and ``decode`` take after the ids."""
+        return (
+            *self._tensors,
+            step.faults,
+            step.positions,
+            step.slots,
+            *step.lists,
+            self.params.handle,
+        )
 
 
 def load_model(
@@ -170,7 +139,7 @@ def load_model(
     *,
     device: str = "cpu",
     context_window_size: int | None = None,
-    max_batch_size: int | None = None,
+    max_batch_size: int = 1,
     prefill_chunk_size: int | None = None,
 ) -> LoadedModel:
     """Load a library and its weights, and allocate a cache.
@@ -179,8 +148,10 @@ def load_model(
     ----------
     library_path, weights_dir : str or Path
         What ``kvq compile`` and ``kvq convert_weight`` wrote.
-    context_window_size, max_batch_size, prefill_chunk_size : int, optional
+    context_window_size, prefill_chunk_size : int, optional
         At most what the library was compiled for, which is the default.
+    max_batch_size : int
+        Sequences at once; the pool holds the whole context of each.
 
     Raises
     ------

@@ -53,6 +53,11 @@ class Metadata:
     raw_params: tuple[TensorSpec, ...]
     params: tuple[ParamSpec, ...]
 
+    @property
+    def device(self) -> str:
+        """Device that the library was compiled for, as ``--device`` names it."""
+        return "cuda" if self.target.get("kind") == "cuda" else "cpu"
+
     @classmethod
     def parse(cls, text: str) -> Metadata:
         """Read the JSON text.

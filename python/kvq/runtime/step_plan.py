@@ -66,6 +66,8 @@ class StepPlan:
         int32 ``[4]``: seal, carry, attention and merge tasks.
     seal_tasks, carry_tasks, attention_tasks, merge_tasks : numpy.ndarray
         int32 ``[.., 2]``, ``[.., 2]``, ``[.., 7]``, ``[.., 3]``.
+    table_entries : int
+        Entries of ``page_table`` that the step uses.
     kv_faults : numpy.ndarray
         int32 ``[max_rows, 2]``, zeroed by ``build_step``: NaNs replaced and values saturated, per row.
     """
@@ -96,6 +98,7 @@ class StepPlan:
         self.merge_tasks = aligned_zeros((max(1, scratch_slots // 2), 3), np.int32)
         self.num_rows = 0
         self.num_sequences = 0
+        self.table_entries = 0
 
     def commit(self) -> None:
         """The step ran: lengths and page tables advance."""
@@ -176,6 +179,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     plan.positions[:rows] = positions
     plan.append_slots[:rows] = slots
     plan.page_table[: len(table)] = table
+    plan.table_entries = len(table)
     tasks, merges = _attention(spans, plan, threads)
     tasks = _deal(tasks, threads)
     if seals:

@@ -1,0 +1,179 @@
+"""The arrays of a step as tensors on the library's device.
+
+On the CPU the plan's arrays are the tensors, wrapped without a copy. To a GPU everything that a step says goes
+in one copy: the real parts of all arrays lie one after another in one buffer, and tensors are views of it.
+Lists then have the length that counts, since a kernel on a GPU starts one block for each entry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import tvm
+import tvm_ffi
+
+from kvq.runtime.device import Device
+from kvq.runtime.step_plan import StepPlan, aligned_zeros
+
+#: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
+MAX_KEPT_VIEWS = 256
+#: int32 that a view on a GPU starts at a multiple of.
+_ALIGNMENT = 64
+
+
+class StepTensors(NamedTuple):
+    """What a library takes of a step.
+
+    Attributes
+    ----------
+    ids, wanted
+        Token ids ``int32[1, n]`` or ``[n, 1]``, and the rows whose logits are wanted (prefill only).
+    faults, positions, slots
+        ``kv_faults``, ``positions`` and ``append_slots`` of ``docs/design.md``.
+    lists : tuple
+        ``page_table`` and what follows it there.
+    """
+
+    ids: Any
+    wanted: Any
+    faults: Any
+    positions: Any
+    slots: Any
+    lists: tuple[Any, ...]
+
+
+class StepMaker(Protocol):
+    """Makes the tensors of one step after another."""
+
+    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``prefill``."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``decode``."""
+        ...
+
+    def faults(self) -> np.ndarray:
+        """NaNs replaced and values saturated by the step that ran, int ``[2]``."""
+        ...
+
+
+def step_maker(plan: StepPlan, device: Device) -> StepMaker:
+    """The maker for a device."""
+    return HostSteps(plan) if device.kind == "cpu" else DeviceSteps(plan, device)
+
+
+class HostSteps:
+    """Steps of a library for the CPU."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self._ids = aligned_zeros((plan.max_rows,), np.int32)
+        self._logit_rows = aligned_zeros((plan.max_rows,), np.int32)
+        self._views: dict[int, tuple[Any, Any, Any, Any]] = {}
+        wrap = tvm_ffi.from_dlpack
+        self._faults = wrap(plan.kv_faults)
+        self._lists = tuple(
+            wrap(array)
+            for array in (
+                plan.page_table,
+                plan.plan_counts,
+                plan.seal_tasks,
+                plan.carry_tasks,
+                plan.attention_tasks,
+                plan.merge_tasks,
+            )
+        )
+
+    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``prefill``."""
+        row_ids, _, positions, slots = self._rows(ids)
+        self._logit_rows[: len(logit_rows)] = logit_rows
+        wanted = tvm_ffi.from_dlpack(self._logit_rows[: len(logit_rows)])
+        return StepTensors(row_ids, wanted, self._faults, positions, slots, self._lists)
+
+    def decode(self, ids: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``decode``."""
+        _, column_ids, positions, slots = self._rows(ids)
+        return StepTensors(column_ids, None, self._faults, positions, slots, self._lists)
+
+    def faults(self) -> np.ndarray:
+        """NaNs replaced and values saturated by the step that ran."""
+        return self.plan.kv_faults[: self.plan.num_rows].sum(axis=0)
+
+    def _rows(self, ids: Sequence[int]) -> tuple[Any, Any, Any, Any]:
+        """Tensors over the step's rows: ids ``[1, n]`` and ``[n, 1]``, positions, slots."""
+        count = self.plan.num_rows
+        self._ids[:count] = ids
+        views = self._views.get(count)
+        if views is None:
+            if len(self._views) >= MAX_KEPT_VIEWS:
+                self._views.clear()
+            kept, wrap = self._ids[:count], tvm_ffi.from_dlpack
+            views = (
+                wrap(kept.reshape(1, count)),
+                wrap(kept.reshape(count, 1)),
+                wrap(self.plan.positions[:count]),
+                wrap(self.plan.append_slots[:count]),
+            )
+            self._views[count] = views
+        return views
+
+
+class DeviceSteps:
+    """Steps of a library for a GPU."""
+
+    def __init__(self, plan: StepPlan, device: Device) -> None:
+        self.plan, self.device = plan, device
+        arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
+        room = sum(array.size for array in arrays) + 6 * plan.max_rows + 16 * _ALIGNMENT
+        self._staging = aligned_zeros((room,), np.int32)
+        self._buffer = tvm.runtime.empty((room,), "int32", device.handle)
+        self._faults: Any = None
+
+    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``prefill``."""
+        row_ids, wanted, faults, *rest = self._upload(
+            np.asarray(ids, np.int32)[None], np.asarray(logit_rows, np.int32)
+        )
+        return StepTensors(row_ids, wanted, faults, rest[0], rest[1], tuple(rest[2:]))
+
+    def decode(self, ids: Sequence[int]) -> StepTensors:
+        """Tensors of the planned step, for the library's ``decode``."""
+        column_ids, faults, *rest = self._upload(np.asarray(ids, np.int32)[:, None])
+        return StepTensors(column_ids, None, faults, rest[0], rest[1], tuple(rest[2:]))
+
+    def faults(self) -> np.ndarray:
+        """NaNs replaced and values saturated by the step that ran."""
+        return self._faults.numpy().sum(axis=0)
+
+    def _upload(self, *first: np.ndarray) -> list[Any]:
+        """Copy ``first`` and the plan's arrays to the device in one piece; their views."""
+        plan, rows = self.plan, self.plan.num_rows
+        seals, carries, tasks, merges = (max(1, int(count)) for count in plan.plan_counts)
+        arrays = [
+            *first,
+            plan.kv_faults[:rows],
+            plan.positions[:rows],
+            plan.append_slots[:rows],
+            plan.page_table[: max(1, plan.table_entries)],
+            plan.plan_counts,
+            plan.seal_tasks[:seals],
+            plan.carry_tasks[:carries],
+            plan.attention_tasks[:tasks],
+            plan.merge_tasks[:merges],
+        ]
+        starts, used = [], 0
+        for array in arrays:
+            starts.append(used)
+            self._staging[used : used + array.size] = array.reshape(-1)
+            used += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+        self._buffer._create_view((used,)).copyfrom(self._staging[:used])
+        views = [
+            self._buffer._create_view(array.shape, relative_byte_offset=4 * start)
+            for array, start in zip(arrays, starts, strict=True)
+        ]
+        self._faults = views[len(first)]
+        return views
