@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvq.engine.engine
+import kvq.engine.setup
 from checkpoints import write_tiny_llama
 from kvq.build import BuiltModel, prepare_model
 from kvq.config import ChatConfig
@@ -165,7 +165,7 @@ def test_engine_gives_the_same_answer_in_any_chunks_and_from_a_warm_cache(
         create(prompt=prompt[:70] + tokens(40, 3), **options)
         warm = create(prompt=prompt, **options)
         assert warm.choices[0].text == answer.choices[0].text
-        assert warm.usage.prompt_tokens_details.cached_tokens == 64
+        assert warm.usage.prompt_tokens_details.cached_tokens == 128
         sizes = engine.allocated_bytes()
         assert sum(sizes.values()) == engine.plan.weights_bytes + engine.plan.kv_bytes
 
@@ -179,15 +179,15 @@ def test_engine_from_a_checkpoint(
     chunks = list(
         engine.chat.completions.create(messages=messages, stream=True, max_tokens=8, ignore_eos=True)
     )
-    assert chunks[-1].choices[0].finish_reason == "length" and engine.stats.completion_tokens == 8
+    assert chunks[-1].choices[0].finish_reason == "length" and engine.last_request.completion_tokens == 8
     whole = engine.chat.completions.create(messages=messages)
-    assert whole.usage.total_tokens <= CONTEXT and engine.stats.faults == (0, 0)
+    assert whole.usage.total_tokens <= CONTEXT and engine.stats().faults == (0, 0)
 
 
 def test_an_engine_that_does_not_fit_is_refused_before_it_allocates(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kvq.engine.engine, "available_memory", lambda: 100_000)
+    monkeypatch.setattr(kvq.engine.setup, "available_memory", lambda: 100_000)
     refused(OutOfMemoryError, "activation_bytes .* lower it with --prefill-chunk-size", lambda: Engine(pair))
 
 
@@ -261,7 +261,7 @@ def test_unreadable_metadata_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize(
     "limits",
-    [{"context_window_size": 1025}, {"prefill_chunk_size": 1025}, {"max_batch_size": 9}],
+    [{"context_window_size": 1025}, {"prefill_chunk_size": 1025}, {"max_batch_size": 129}],
 )
 def test_more_than_the_library_was_compiled_for_is_refused(built: BuiltModel, limits: dict[str, int]) -> None:
     refused(LibraryError, "outside 1", lambda: load_model(built.library, built.weights_dir, **limits))

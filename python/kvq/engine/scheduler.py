@@ -123,7 +123,7 @@ class Scheduler:
     def ran(self, shares: list[tuple[Job, int]]) -> None:
         """A step has run: pages that its prefills sealed can serve others from now on."""
         for job, count in shares:
-            if count > 1:
+            if count > 1 or self.pending(job):
                 self._publish(job)
 
     def clear(self) -> None:
