@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvq.cli.eval import perplexity
+from kvq.cli.eval import generate, json, perplexity, retrieval
 
 NAME = "eval"
 
-_KINDS = (perplexity,)
+_KINDS = (perplexity, retrieval, generate, json)
 
 _EXAMPLE = """example:
   kvq eval perplexity smollm2 --kv none,int8,int4,int3

@@ -1,0 +1,79 @@
+"""Options that the kinds of evaluation share, and what they do with them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvq.errors import ConfigError
+
+#: What is done with (done, to do) and with what is being prepared.
+Work = Callable[[Callable[[int, int], None], Callable[[str], None]], list[dict[str, Any]]]
+
+
+def add_model(parser: argparse.ArgumentParser, schemes: str) -> None:
+    """Add the model, the schemes, and how both are compiled."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory")
+    add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
+    add(
+        "--kv",
+        metavar="LIST",
+        default=schemes,
+        help="cache schemes; the first is what the others are compared with (default: %(default)s)",
+    )
+    add("--opt", default="O1", help="O1 computes with exact activations (default: %(default)s)")
+    add("--chunk", metavar="N", type=int, default=512, help="tokens of a step (default: %(default)s)")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print a JSON list, an object a row of the table")
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Read ``512,1024``.
+
+    Raises
+    ------
+    ConfigError
+        If a part is not a whole number, or there is none.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() for part in parts):
+        raise ConfigError(f"{option} {text}: need whole numbers, such as 512,1024")
+    return [int(part) for part in parts]
+
+
+def names(text: str) -> list[str]:
+    """Read ``needle,kv``: names without blanks, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def measure(work: Work, description: str) -> list[dict[str, Any]]:
+    """Run an evaluation under a progress bar on stderr."""
+    from rich.progress import Progress
+
+    from kvq.cli.tables import error_console
+
+    console = error_console()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("preparing", total=None)
+        return work(
+            lambda done, total: bar.update(task, completed=done, total=total, description=description),
+            lambda text: bar.update(task, description=text),
+        )
+
+
+def print_json(rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows for another program."""
+    print(json.dumps(rows, indent=2))
+
+
+def print_quantized_keys(rows: Sequence[dict[str, Any]]) -> None:
+    """Print what each scheme's tokens attended to."""
+    for row in rows:
+        what = " ".join(row[key] for key in ("kv", "task") if key in row)
+        print(f"{what}: attends to quantized pages: {row['quantized_keys']} of {row['keys']} keys")
