@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import kvq.memory
 from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.memory import (
+    MemoryPlan,
     available_memory,
-    fill_budget,
+    fit_cache,
     format_bytes,
     kv_layout,
     parse_size,
@@ -49,12 +52,8 @@ def test_bits_per_value_at_head_dim_128(quantization: str, bits: float) -> None:
 def test_70b_with_20_users_fits_48_gb() -> None:
     plan = plan_of("llama-3-70b", "q4f16kv", context=2148, batch=20)
     plan.check(parse_size("48GB"))
-    assert (
-        fill_budget(
-            plan, kv_layout(PRESETS["llama-3-70b"], *resolve("q4f16kv")), parse_size("48GB")
-        ).max_tokens
-        > 60_000
-    )
+    shape, fitted = fit("llama-3-70b", "q4f16kv", context=2148, budget=parse_size("48GB"))
+    assert 20 <= shape.num_open <= 40 and fitted.max_tokens > 60_000
     with pytest.raises(OutOfMemoryError):
         plan_of("llama-3-70b", "q4f16_1", context=2148, batch=20).check(parse_size("48GB"))
 
@@ -128,14 +127,82 @@ def test_the_largest_term_and_its_flag_are_named() -> None:
         plan.check(plan.total_bytes)
 
 
-def test_a_budget_is_filled_to_the_last_page() -> None:
+def fit(preset: str, quantization: str, context: int = 8192, **options: Any) -> tuple[CacheShape, MemoryPlan]:
+    model = PRESETS[preset]
+    weights, kv = resolve(quantization)
+    common = {"prefill_chunk_size": 2048, "max_batch_size": 128}
+    return fit_cache(
+        model,
+        kv_layout(model, weights, kv),
+        weights_bytes=weights_bytes(model, weights),
+        context_window_size=context,
+        **{**common, **options},
+    )
+
+
+@pytest.mark.parametrize("sequences", [None, 1, 7, 100])
+@pytest.mark.parametrize("mode", ["local", "interactive", "server"])
+def test_a_budget_is_filled_to_the_last_page(sequences: int | None, mode: str) -> None:
     layout = kv_layout(PRESETS["llama-3-8b"], *resolve("q4f16kv"))
-    plan = plan_of("llama-3-8b", "q4f16kv")
-    filled = fill_budget(plan, layout, 8 * 2**30)
-    assert filled.total_bytes <= 8 * 2**30 < filled.total_bytes + layout.page_bytes
-    assert filled.max_tokens == filled.kv_sealed_bytes // layout.page_bytes * 64
+    budget = 10 * 2**30
+    shape, plan = fit("llama-3-8b", "q4f16kv", budget=budget, mode=mode, max_num_sequence=sequences)
+    assert plan.total_bytes <= budget < plan.total_bytes + layout.page_bytes
+    assert plan.max_tokens == shape.num_pages * 64 and plan.kv_open_bytes == shape.open_bytes(layout)
+    if sequences is not None or mode == "interactive":
+        assert shape.num_open == (sequences or 1)
+
+
+@pytest.mark.parametrize("budget", [7, 9, 12])
+def test_open_pages_are_balanced_against_sealed_ones(budget: int) -> None:
+    """One sequence more would leave less than 2,048 tokens for each."""
+    shape, plan = fit("llama-3-8b", "q4f16kv", budget=budget * 2**30)
+    assert 1 < shape.num_open < 128 and plan.max_tokens >= max(8192, 2048 * shape.num_open)
+    _, more = fit("llama-3-8b", "q4f16kv", budget=budget * 2**30, max_num_sequence=shape.num_open + 1)
+    assert more.max_tokens < 2048 * (shape.num_open + 1)
+
+
+def test_fewer_bits_run_more_sequences_in_the_same_bytes() -> None:
+    """What an fp16 cache needs for four requests of 2,112 tokens, the open pages from the same bytes."""
+    model = PRESETS["smollm2-135m"]
+    layout = kv_layout(model, *resolve("q4f16_1"))
+    common: dict[str, Any] = {"context": 2112, "prefill_chunk_size": 256}
+    rest = fit("smollm2-135m", "q4f16_1", **common, max_num_sequence=1)[1]
+    fixed = rest.total_bytes - rest.kv_sealed_bytes - rest.kv_open_bytes
+    budget = fixed + 4 * (33 * layout.page_bytes + layout.open_page_bytes)
+    found = {
+        scheme: fit("smollm2-135m", scheme, **common, budget=budget + 2**20)[0].num_open
+        for scheme in ("q4f16_1", "q4f16kv", "q3f16kv")
+    }
+    assert found["q4f16_1"] == 4 and found["q4f16kv"] >= 13 and found["q3f16kv"] >= 16
+
+
+@pytest.mark.parametrize(
+    ("options", "sequences", "tokens"),
+    [
+        ({"mode": "interactive"}, 1, 8192),
+        ({}, 4, 8192),
+        ({"max_num_sequence": 20}, 20, 40960),
+        ({"context": 100, "max_num_sequence": 20}, 20, 20 * 64),
+        ({"context": 63}, 4, 64),
+        ({"max_batch_size": 2}, 2, 8192),
+        ({"budget": 16 * 2**30, "fill": False, "max_num_sequence": 2}, 2, 2 * 8192),
+        ({"budget": 9 * 2**30, "fill": False, "mode": "interactive"}, 1, 8192),
+    ],
+)
+def test_pages_of_the_modes(options: dict[str, Any], sequences: int, tokens: int) -> None:
+    shape, plan = fit("llama-3-8b", "q4f16kv", **options)
+    assert (shape.num_open, plan.max_tokens) == (sequences, tokens)
+
+
+def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(OutOfMemoryError, match="weights_bytes"):
-        fill_budget(plan, layout, 2**30)
+        fit("llama-3-8b", "q4f16kv", budget=2**30)
+    with pytest.raises(OutOfMemoryError, match=r"kv_sealed_bytes .* --kv-quantization int3, or a smaller"):
+        fit("llama-3-8b", "q4f16_1", context=131072, budget=16 * 2**30)
+    with pytest.raises(ConfigError, match="--mode 'fast' is unknown: use local, interactive, server"):
+        fit("llama-3-8b", "q4f16kv", mode="fast")
+    with pytest.raises(ConfigError, match=r"--max-num-sequence 129 is outside 1 \.\. 128"):
+        fit("llama-3-8b", "q4f16kv", max_num_sequence=129)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvq.config import ModelConfig
@@ -25,6 +25,7 @@ ROW_BLOCK = 16
 MODES = ("local", "interactive", "server")
 #: Tokens of a sequence by which open pages are balanced against sealed ones.
 TYPICAL_TOKENS = 2048
+_LOCAL_SEQUENCES = 4
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -220,9 +221,10 @@ def fit_cache(
     context_window_size, prefill_chunk_size, max_batch_size : int
         Limits of a sequence, of a step, and of the library.
     mode : str
-        ``interactive`` is one sequence. ``local`` is four, and ``server`` as many as there is room for.
+        ``interactive`` is one sequence. Otherwise a budget decides their number, so that each can have
+        :data:`TYPICAL_TOKENS`; without a budget there are four.
     max_num_sequence : int, optional
-        Sequences at once, instead of the mode's.
+        Sequences at once, whatever the mode.
     budget : int, optional
         Bytes of everything, weights included; open and sealed pages share what the rest leaves. Without it
         the pool holds a whole context, or :data:`TYPICAL_TOKENS` of each sequence where that is more.
@@ -255,48 +257,29 @@ def fit_cache(
             num_pages=pages,
         )
         rows = max(min(prefill_chunk_size, context_window_size * sequences), sequences)
-        plan = plan_cache(
+        return shape, plan_cache(
             model, layout, shape, weights_bytes=weights_bytes, max_rows=rows, scratch_slots=scratch_slots
         )
-        return shape, plan
 
     def needed(sequences: int) -> int:
-        return max(context_pages, sequences * typical_pages)
+        return max(1, context_pages, sequences * typical_pages)
 
     if budget is None:
-        sequences = max_num_sequence or min(max_batch_size, 1 if mode == "interactive" else 4)
+        sequences = max_num_sequence or min(max_batch_size, 1 if mode == "interactive" else _LOCAL_SEQUENCES)
         return planned(sequences, needed(sequences))
-    room = budget
 
-    def left_for(sequences: int) -> int:
-        empty = planned(sequences, 1)[1].total_bytes - layout.page_bytes
-        return (room - empty) // layout.page_bytes
+    def pages_left(sequences: int) -> int:
+        rest = planned(sequences, 1)[1].total_bytes - layout.page_bytes
+        return (budget - rest) // layout.page_bytes
 
-    choices = range(1, 1 if mode == "interactive" else max_batch_size) if max_num_sequence is None else ()
     sequences = max_num_sequence or 1
-    for more in choices:
-        if left_for(more + 1) < needed(more + 1):
-            break
-        sequences = more + 1
-    pages = left_for(sequences)
+    if max_num_sequence is None and mode != "interactive":
+        while sequences < max_batch_size and pages_left(sequences + 1) >= needed(sequences + 1):
+            sequences += 1
+    pages = pages_left(sequences)
     if pages < max(1, context_pages):
         planned(sequences, context_pages)[1].check(budget)
     return planned(sequences, pages if fill else min(pages, max(1, sequences * context_pages)))
-
-
-def fill_budget(plan: MemoryPlan, layout: KVLayout, budget: int) -> MemoryPlan:
-    """The plan with as many sealed pages as a budget of bytes leaves room for.
-
-    Raises
-    ------
-    OutOfMemoryError
-        If not even one page fits.
-    """
-    empty = replace(plan, kv_sealed_bytes=0, max_tokens=0)
-    pages = (budget - empty.total_bytes) // layout.page_bytes
-    if pages < 1:
-        replace(empty, kv_sealed_bytes=layout.page_bytes).check(budget)
-    return replace(plan, kv_sealed_bytes=pages * layout.page_bytes, max_tokens=pages * layout.page_size)
 
 
 def _activation_bytes(model: ModelConfig, rows: int, logit_rows: int) -> int:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
+    from kvq.memory import MemoryPlan
+    from kvq.runtime.cache_shape import CacheShape
 
 NAME = "plan"
 
@@ -54,21 +56,35 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
-    from kvq.memory import fill_budget, kv_layout, parse_size, plan_memory
+    from kvq.gen_config import DEFAULT_BATCH
+    from kvq.memory import fit_cache, kv_layout, parse_size, plan_memory
     from kvq.quantization.scheme import resolve
 
     model, quantization, kv_quantization = _find(args.model, args.quantization, args.kv_quantization)
     weights, kv = resolve(quantization, kv_quantization)
     context = args.context_window_size or model.max_position_embeddings
     plan = plan_memory(model, weights, kv, context, args.batch, args.prefill_chunk_size)
-    layout = kv_layout(model, weights, kv)
     fields: dict[str, Any] = plan.to_dict()
     budget = parse_size(args.memory) if args.memory else None
     if budget is not None:
         plan.check(budget)
-        filled = fill_budget(plan, layout, budget)
-        fields["max_tokens"] = filled.max_tokens
+
+        def fitted(sequences: int | None) -> tuple[CacheShape, MemoryPlan]:
+            return fit_cache(
+                model,
+                kv_layout(model, weights, kv),
+                weights_bytes=plan.weights_bytes,
+                context_window_size=context,
+                prefill_chunk_size=args.prefill_chunk_size,
+                max_batch_size=max(DEFAULT_BATCH, sequences or 1),
+                max_num_sequence=sequences,
+                budget=budget,
+            )
+
+        fields["max_tokens"] = fitted(args.batch)[1].max_tokens
         fields["max_sequences"] = _sequences_that_fit(args, model, weights, kv, context, budget)
+        served, served_plan = fitted(None)
+        fields |= {"served_sequences": served.num_open, "served_tokens": served_plan.max_tokens}
     if args.json:
         print(json.dumps(fields, indent=2))
     else:
@@ -137,5 +153,9 @@ def _print(title: str, fields: dict[str, Any]) -> None:
     print(f"{fields['bits_per_value']:.3f} bits per cached value, scales included")
     if "max_sequences" in fields:
         print(f"fits: {fields['max_tokens']:,} tokens in all, or {fields['max_sequences']} full sequences")
+        print(
+            f"an engine with this budget runs {fields['served_sequences']} requests at once, which share "
+            f"{fields['served_tokens']:,} tokens"
+        )
     else:
         print(f"the pool holds {fields['max_tokens']:,} tokens")
