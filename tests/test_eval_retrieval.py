@@ -13,47 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kv_oracle import FakeDevice
+from fake_answers import SeeingModel
 from kvq.cli.main import main
 from kvq.compare import Comparison
 from kvq.errors import ConfigError
 from kvq.eval.answers import Answers
 from kvq.eval.haystacks import DEFAULT_DEPTHS, TASKS, haystacks
 from kvq.eval.retrieval import mcnemar, paired_difference
-from kvq.runtime.step_plan import build_step
 from tiny_llama import TinyLlama
 
 VOCAB = 50
 PAGE = 32
 
 
-class HashModel:
-    """Stands in for ``LoadedModel``: the next token is a hash of all tokens that a row's cache shows it."""
-
-    def __init__(self, num_open: int = 4) -> None:
-        self.device = FakeDevice(40, num_open, 3)
-        self.cache, self.layout = self.device.cache, self.device.cache.layout
-        self.shape = SimpleNamespace(num_open=num_open)
-        self.rows: list[int] = []
-
-    def step(
-        self, requests: list[Any], ids: Sequence[int], logit_rows: list[int] | None = None
-    ) -> np.ndarray:
-        plan = build_step(self.device.plan, requests, 2)
-        seen = self.device.attend(plan, [int(i) for i in ids])
-        plan.commit()
-        self.rows.append(len(ids))
-        if logit_rows is None:
-            logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
-        logits = np.zeros((len(logit_rows), VOCAB + 3), np.float32)
-        logits[:, VOCAB:] = 2  # padding of the vocabulary, which is no answer
-        for row, at in enumerate(logit_rows):
-            logits[row, hashed(seen[at])] = 1
-        return logits
-
-
 def hashed(tokens: Sequence[int]) -> int:
     return zlib.crc32(bytes(tokens)) % VOCAB
+
+
+def hash_model() -> SeeingModel:
+    return SeeingModel(hashed, VOCAB)
 
 
 def greedy(prompt: Sequence[int], count: int) -> list[int]:
@@ -76,7 +54,7 @@ def test_answers_are_those_of_a_model_without_a_cache(
     prompts: list[list[int]], shared: int, chunk: int
 ) -> None:
     begin = [i % VOCAB for i in range(shared)]
-    model = HashModel()
+    model = hash_model()
     answers = Answers(model, chunk, VOCAB)  # type: ignore[arg-type]
     answers.begin(begin)
     expected = [greedy([*begin, *prompt], 40) for prompt in prompts]
@@ -94,7 +72,7 @@ def test_answers_are_those_of_a_model_without_a_cache(
 
 
 def test_answers_stop_and_begin_anew(prompts: list[list[int]]) -> None:
-    answers = Answers(HashModel(), 40, VOCAB)  # type: ignore[arg-type]
+    answers = Answers(hash_model(), 40, VOCAB)  # type: ignore[arg-type]
     for begin in ([1, 2, 3], [4] * 70):
         answers.begin(begin)
         full = [greedy([*begin, *prompt], 40) for prompt in prompts]
@@ -104,7 +82,7 @@ def test_answers_stop_and_begin_anew(prompts: list[list[int]]) -> None:
 
 
 def test_keys_read_are_those_of_the_answers_tokens() -> None:
-    model = HashModel()
+    model = hash_model()
     model.layout = SimpleNamespace(k_bits=4, v_bits=4, page_size=PAGE)  # type: ignore[assignment]
     positions = range(43, 46)  # of the rows that three answer tokens are drawn from
     expected = (len(positions) * PAGE, sum(p + 1 for p in positions))
