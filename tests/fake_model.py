@@ -106,7 +106,7 @@ class FakeTokenizer:
     """Stands in for ``Tokenizer``."""
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return list(text.encode("latin-1"))
+        return list(text.encode("latin-1", "replace"))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in ids)

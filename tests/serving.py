@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvq.engine import AsyncEngine
 from kvq.engine.core import EngineCore
 from kvq.serve.app import ServerOptions
 from kvq.serve.run import ServerThread
+from kvq.tokenizer import Tokenizer
 
 #: A chat template only in name: it says that tools are called as Hermes does it.
 TEMPLATE = "{{ tools }} <tool_call>"
@@ -63,16 +65,21 @@ def serve_fake(
     num_pages: int = 40,
     step_seconds: float = 0,
     config: dict[str, Any] | None = None,
+    tokenizer: Tokenizer | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """A server over a fake model; each step takes at least ``step_seconds``."""
+    """A server over a fake model; each step takes at least ``step_seconds``.
+
+    Prompts are read by ``tokenizer`` if one is given; answers are Latin-1 all the same.
+    """
     model = FakeModel(context=context, num_open=num_open, num_pages=num_pages)
     if step_seconds:
         model.fail = lambda _: time.sleep(step_seconds)
     core = fake_core(model, context=context)
-    engine = AsyncEngine.of(
-        fake_parts(core, **{"chat_template": TEMPLATE, "context_window_size": context, **(config or {})})
-    )
+    parts = fake_parts(core, **{"chat_template": TEMPLATE, "context_window_size": context, **(config or {})})
+    if tokenizer is not None:
+        parts = dataclasses.replace(parts, tokenizer=tokenizer)
+    engine = AsyncEngine.of(parts)
     headers = {"Authorization": f"Bearer {options.get('api_key')}"}
     try:
         with (

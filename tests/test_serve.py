@@ -122,10 +122,11 @@ def test_models(served: Served) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens 0 is not possible"),
-        ({"n": 1000}, "too many"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, not 0"),
+        ({"n": 1000}, "n: Input should be less than or equal to 128"),
+        ({"prompt": ["x"] * 65, "n": 2}, "too many"),
         ({"temprature": 1}, "unknown option 'temprature'"),
-        ({"top_p": 2}, "top_p 2"),
+        ({"top_p": 2}, "top_p: "),
         ({"logit_bias": {"300": 1}}, "300"),
         ({"logit_bias": {"1": 1e9}}, "between -100 and 100"),
         ({"stop": ["x"] * 17}, "at most 16"),
@@ -136,7 +137,7 @@ def test_models(served: Served) -> None:
         ({"prompt": "x" * 300}, "300 tokens and the context window 300"),
         ({"prompt": "\ud800"}, "surrogate"),
         ({"echo": True}, "echo"),
-        ({"logprobs": 50}, "top_logprobs 50"),
+        ({"logprobs": 50}, "logprobs: "),
         ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
         ({"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "not valid"),
         ({"response_format": {"type": "regex", "regex": "("}}, "not valid"),

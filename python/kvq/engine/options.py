@@ -163,15 +163,15 @@ class CommonOptions(_Options):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
@@ -195,13 +195,6 @@ class CommonOptions(_Options):
             raise ValueError("the request is nested too deeply") from None
         return data
 
-    @field_validator("max_tokens", "max_completion_tokens", "n", check_fields=False)
-    @classmethod
-    def _at_least_one(cls, value: int | None) -> int | None:
-        if value is not None and value < 1:
-            raise ValueError(f"{value} is not possible: it must be at least 1")
-        return value
-
     @field_validator("logit_bias")
     @classmethod
     def _finite(cls, value: dict[int, float] | None) -> dict[int, float] | None:
@@ -222,7 +215,7 @@ class TextOptions(CommonOptions):
     """What ``completions.create`` takes."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    logprobs: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=20)
     # Taken and not needed: what differs from the default is refused.
     best_of: Literal[1] | None = None
     echo: Literal[False] | None = None
@@ -233,9 +226,9 @@ class ChatOptions(CommonOptions):
     """What ``chat.completions.create`` takes."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
