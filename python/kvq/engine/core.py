@@ -221,8 +221,11 @@ class EngineCore:
         if not states:
             return []
         logits = logits[: len(states), : self.vocab_size]
-        # The sum is finite only if every summand is, and costs a fraction of asking each.
-        finite = np.isfinite(logits.sum(axis=1, dtype=np.float64)).tolist()
+        # A sum of finite numbers is finite, overflow apart, and costs a fraction of asking each of them.
+        with np.errstate(invalid="ignore"):
+            finite = np.isfinite(logits.sum(axis=1))
+        if not finite.all():
+            finite = np.isfinite(logits).all(axis=1)
         likeliest = logits.argmax(axis=1).tolist()
         outputs = []
         now = time.perf_counter()
