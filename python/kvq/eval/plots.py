@@ -69,14 +69,14 @@ def perplexity_figure(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def retrieval_figure(rows: Sequence[dict[str, Any]]) -> Figure:
     """Percent of the answers found over the depth, a panel a task and length, a line a scheme."""
-    panels = list(dict.fromkeys((cell["task"], cell["length"]) for cell in rows[0]["cells"]))
+    panels = list(dict.fromkeys((row["task"], cell["length"]) for row in rows for cell in row["cells"]))
     figure = _figure(len(panels))
     all_axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     for axes, (task, length) in zip(all_axes, panels, strict=True):
-        for index, row in enumerate(rows):
-            cells = [cell for cell in row["cells"] if (cell["task"], cell["length"]) == (task, length)]
+        for index, row in enumerate(row for row in rows if row["task"] == task):
+            cells = [cell for cell in row["cells"] if cell["length"] == length]
             axes.plot(
-                [100 * cell["depth"] for cell in cells],
+                [cell["depth"] for cell in cells],
                 [100 * cell["hits"] / cell["trials"] for cell in cells],
                 color=_colour(index),
                 marker="o",
@@ -158,11 +158,24 @@ def inline_svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def _figure(panels: int) -> Figure:
+def check() -> None:
+    """Refuse what will need plots, before hours of work.
+
+    Raises
+    ------
+    ConfigError
+        If matplotlib is missing.
+    """
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         raise ConfigError("plots need matplotlib: install kvq[eval]") from None
+
+
+def _figure(panels: int) -> Figure:
+    check()
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(1.2 + 3.4 * panels, 3.2), layout="constrained")
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvq.cli.eval import generate, json, perplexity, retrieval
+from kvq.cli.eval import generate, json, perplexity, report, retrieval
 
 NAME = "eval"
 
-_KINDS = (perplexity, retrieval, generate, json)
+_KINDS = (perplexity, retrieval, generate, json, report)
 
 _EXAMPLE = """example:
   kvq eval perplexity smollm2 --kv none,int8,int4,int3
-  kvq eval perplexity ./out --text book.txt --window 2048 --max-tokens 16384 --json
+  kvq eval retrieval smollm2 --kv none,int4,int3
+  kvq eval report smollm2 -o report.html
 """
 
 

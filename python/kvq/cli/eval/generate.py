@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvq.cli.eval.options import add_json, add_model, measure, names, print_json, print_quantized_keys
+from kvq.cli.eval.options import add_model, add_output, measure, names, show
 
 _EXAMPLE = """example:
   kvq eval generate smollm2 --prompts 32 --tokens 128
@@ -28,7 +28,7 @@ def add_parser(kinds: Any) -> None:
     add("--prompt-tokens", metavar="N", type=int, default=384, help="of a passage (default: %(default)s)")
     add("--tokens", metavar="N", type=int, default=128, help="of an answer (default: %(default)s)")
     add("--text", metavar="LIST", default="opticks,code", help="texts or files (default: %(default)s)")
-    add_json(parser)
+    add_output(parser)
     parser.set_defaults(func=run)
 
 
@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq eval generate``."""
     from kvq.compare import parse_schemes
     from kvq.eval.generate import evaluate_generate
+    from kvq.eval.tables import generate_table
 
     schemes = parse_schemes(args.kv)
     rows = measure(
@@ -54,31 +55,5 @@ def run(args: argparse.Namespace) -> int:
         ),
         "answering",
     )
-    if args.json:
-        print_json(rows)
-    else:
-        _print(args.model, rows)
+    show(args, rows, generate_table)
     return 0
-
-
-def _print(model: str, rows: list[dict[str, Any]]) -> None:
-    from kvq.cli.tables import print_table
-
-    first = rows[0]
-    print_table(
-        f"{model}: weights {first['quantization']}, {first['opt']}, {first['prompts']} prompts of "
-        f"{first['prompt_tokens']} tokens, {first['tokens']} tokens each, greedy",
-        ["kv", "bits/value", "first difference (median)", "mean", "identical"],
-        [
-            [
-                row["kv"],
-                f"{row['bits_per_value']:.2f}",
-                f"{row['median_divergence']:g}",
-                f"{row['mean_divergence']:.1f}",
-                f"{row['identical_percent']:.0f}%",
-            ]
-            for row in rows
-        ],
-    )
-    print(f"prefill chunk: {first['chunk']} tokens; compared with {first['kv']}")
-    print_quantized_keys(rows)

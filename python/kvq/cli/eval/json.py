@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from kvq.cli.eval.options import add_json, add_model, measure, print_json, print_quantized_keys
+from kvq.cli.eval.options import add_model, add_output, measure, show
 
 _EXAMPLE = """example:
   kvq eval json smollm2 --tasks 64
@@ -33,7 +33,7 @@ def add_parser(kinds: Any) -> None:
     )
     add("--examples", metavar="N", type=int, default=8, help="examples before each (default: %(default)s)")
     add("--seed", metavar="N", type=int, default=0, help="of examples and sentences (default: %(default)s)")
-    add_json(parser)
+    add_output(parser)
     parser.set_defaults(func=run)
 
 
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq eval json``."""
     from kvq.compare import parse_schemes
     from kvq.eval.structured import evaluate_structured
+    from kvq.eval.tables import structured_table
 
     schemes = parse_schemes(args.kv)
     rows = measure(
@@ -58,29 +59,5 @@ def run(args: argparse.Namespace) -> int:
         ),
         "answering",
     )
-    if args.json:
-        print_json(rows)
-    else:
-        _print(args.model, rows)
+    show(args, rows, structured_table)
     return 0
-
-
-def _print(model: str, rows: list[dict[str, Any]]) -> None:
-    from kvq.cli.tables import print_table
-
-    first = rows[0]
-    print_table(
-        f"{model}: weights {first['quantization']}, {first['opt']}, {first['tasks']} tasks after "
-        f"{first['examples']} examples, greedy, no grammar",
-        ["kv", "bits/value", "JSON", "valid", "correct", "same"],
-        [
-            [
-                row["kv"],
-                f"{row['bits_per_value']:.2f}",
-                *(f"{row[f'{what}_percent']:.1f}%" for what in ("json", "valid", "correct", "same")),
-            ]
-            for row in rows
-        ],
-    )
-    print(f"prefill chunk: {first['chunk']} tokens; same: the text that {first['kv']} answers")
-    print_quantized_keys(rows)

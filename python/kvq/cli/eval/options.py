@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.eval.tables import Table
 
 #: What is done with (done, to do) and with what is being prepared.
 Work = Callable[[Callable[[int, int], None], Callable[[str], None]], list[dict[str, Any]]]
@@ -25,12 +28,13 @@ def add_model(parser: argparse.ArgumentParser, schemes: str) -> None:
         help="cache schemes; the first is what the others are compared with (default: %(default)s)",
     )
     add("--opt", default="O1", help="O1 computes with exact activations (default: %(default)s)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Add the size of a step, and how the rows are printed."""
+    add = parser.add_argument
     add("--chunk", metavar="N", type=int, default=512, help="tokens of a step (default: %(default)s)")
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print a JSON list, an object a row of the table")
+    add("--json", action="store_true", help="print a JSON list, an object a row of the table")
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -67,13 +71,15 @@ def measure(work: Work, description: str) -> list[dict[str, Any]]:
         )
 
 
-def print_json(rows: Sequence[dict[str, Any]]) -> None:
-    """Print rows for another program."""
-    print(json.dumps(rows, indent=2))
+def show(
+    args: argparse.Namespace, rows: list[dict[str, Any]], table_of: Callable[[list[dict[str, Any]]], Table]
+) -> None:
+    """Print rows as a table, or for another program where ``--json`` is given."""
+    from kvq.cli.tables import print_table
 
-
-def print_quantized_keys(rows: Sequence[dict[str, Any]]) -> None:
-    """Print what each scheme's tokens attended to."""
-    for row in rows:
-        what = " ".join(row[key] for key in ("kv", "task") if key in row)
-        print(f"{what}: attends to quantized pages: {row['quantized_keys']} of {row['keys']} keys")
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return
+    table = table_of(rows)
+    print_table(f"{args.model}: {table.title}", table.columns, table.rows)
+    print("\n".join(table.notes))

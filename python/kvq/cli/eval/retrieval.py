@@ -6,13 +6,12 @@ import argparse
 from typing import Any
 
 from kvq.cli.eval.options import (
-    add_json,
     add_model,
+    add_output,
     measure,
     names,
     numbers,
-    print_json,
-    print_quantized_keys,
+    show,
 )
 
 _EXAMPLE = """example:
@@ -51,7 +50,7 @@ def add_parser(kinds: Any) -> None:
         "--seed", metavar="N", type=int, default=0, help="of places, names and numbers (default: %(default)s)"
     )
     add("--text", metavar="FILE", default="opticks", help="prose to hide in (default: what ships with kvq)")
-    add_json(parser)
+    add_output(parser)
     parser.set_defaults(func=run)
 
 
@@ -59,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq eval retrieval``."""
     from kvq.compare import parse_schemes
     from kvq.eval.retrieval import evaluate_retrieval
+    from kvq.eval.tables import retrieval_table
 
     schemes = parse_schemes(args.kv)
     lengths, depths = numbers("--lengths", args.lengths), numbers("--depths", args.depths)
@@ -80,37 +80,5 @@ def run(args: argparse.Namespace) -> int:
         ),
         "asking",
     )
-    if args.json:
-        print_json(rows)
-    else:
-        _print(args.model, rows)
+    show(args, rows, retrieval_table)
     return 0
-
-
-def _print(model: str, rows: list[dict[str, Any]]) -> None:
-    from kvq.cli.tables import print_table
-
-    first = rows[0]
-    lengths = sorted({cell["length"] for cell in first["cells"]})
-    print_table(
-        f"{model}: weights {first['quantization']}, {first['opt']}, {first['trials']} questions a task on "
-        f"{', '.join(map(str, lengths))} tokens",
-        ["task", "kv", "bits/value", "found", "percent", "points", "±", "lost", "gained", "p"],
-        [
-            [
-                row["task"],
-                row["kv"],
-                f"{row['bits_per_value']:.2f}",
-                f"{row['hits']}",
-                f"{row['percent']:.1f}%",
-                f"{row['delta_points']:+.1f}",
-                "" if row["delta_stderr"] is None else f"{row['delta_stderr']:.1f}",
-                f"{row['lost']}",
-                f"{row['gained']}",
-                f"{row['p_value']:.3f}",
-            ]
-            for row in rows
-        ],
-    )
-    print(f"prefill chunk: {first['chunk']} tokens; points, lost and gained are against {first['kv']}")
-    print_quantized_keys(rows)
