@@ -1,4 +1,4 @@
-"""``kvq bench``: tokens per second of the cache schemes, side by side."""
+"""``kvq bench``: tokens per second of the cache schemes, side by side; and of a server."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from kvq.cli import bench_serve
+
 NAME = "bench"
 
 _EXAMPLE = """example:
   kvq bench decode smollm2 --context 128,2048,8000 --kv none,int4,int3
   kvq bench prefill smollm2 --tokens 128,2048 --json
+  kvq bench serve smollm2 --clients 16
 """
 
 
@@ -19,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to ``kvq``."""
     parser = subparsers.add_parser(
         NAME,
-        help="speed of the cache schemes, side by side in one run",
+        help="speed of the cache schemes, side by side in one run; of a server under load",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -37,6 +40,7 @@ def add_parser(subparsers: Any) -> None:
     )
     prefill.add_argument("--chunk", metavar="N", type=int, help="tokens of a step (default: the library's)")
     prefill.add_argument("--rounds", metavar="N", type=int, default=3, help="default: %(default)s")
+    bench_serve.add_kind(kinds)
 
 
 def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
