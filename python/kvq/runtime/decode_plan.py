@@ -1,0 +1,152 @@
+"""How a decode step's attention is cut into tasks on a GPU.
+
+On a GPU a *part* of a row's keys is what one block of warps reads: whole sealed pages, and with the last part
+the rows of the own page. A device runs a known number of blocks at once and starts the next one when one
+ends, so rows are cut such that the last block is done soon: equal shares, the longest first, and no more
+parts than that takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvq.layout import FRAGMENT_TILE, KVLayout
+
+#: What a part costs beyond its pages, and what adding parts up costs, in pages.
+PART_UNITS, MERGE_UNITS = 4.0, 8.0
+#: How much faster than with all its neighbours a block runs alone.
+RATE = 2.0
+#: A plan this much longer than the ideal is taken as it is.
+GOOD_ENOUGH = 1.06
+#: Parts that are added up at once: a few more would cost another round.
+BATCH = 32
+#: Task fields: row, start in the page table, sealed pages, row page, rows of the own page that the task sees
+#: (0 where the own page belongs to another part), first scratch slot of the row, its parts, and which of them
+#: the task is.
+DecodeTask = tuple[int, int, int, int, int, int, int, int]
+
+
+@dataclass(frozen=True)
+class DecodeDevice:
+    """What the plan needs to know of a device and a kernel.
+
+    Attributes
+    ----------
+    blocks : int
+        Blocks that run at once: multiprocessors times blocks that share one.
+    heads : int
+        Blocks of a task: KV heads, twice as many where a KV head serves more than 8 query heads.
+    tile_units : float
+        Work of a tile of 16 unsealed rows, in sealed pages.
+    warps : int
+        Warps of a block. It deals its pages to them in turn: parts are multiples of so many.
+    """
+
+    blocks: int
+    heads: int
+    tile_units: float
+    warps: int = 4
+
+    @staticmethod
+    def of(layout: KVLayout, num_heads: int, blocks: int, warps: int = 4) -> DecodeDevice:
+        """For a cache and a model, on a device that runs ``blocks`` blocks at once."""
+        group = num_heads // layout.num_kv_heads
+        tile = FRAGMENT_TILE * layout.head_dim * 4 / (layout.unit_words * 4)
+        return DecodeDevice(blocks, layout.num_kv_heads * -(-group // 8), tile, warps)
+
+
+def plan_decode(
+    rows: Sequence[tuple[int, int, int]], page_size: int, device: DecodeDevice, scratch_slots: int
+) -> list[DecodeTask]:
+    """Cut the rows of a decode step into parts, the longest first.
+
+    Parameters
+    ----------
+    rows : sequence of (table start, row page, position)
+        Row ``i`` of the step is entry ``i``: where its sealed pages start in the page table, its open page,
+        and its position.
+    page_size : int
+        Tokens of a page.
+    device : DecodeDevice
+        The device.
+    scratch_slots : int
+        Partial results there is room for; rows stay whole when it is used up.
+    """
+    sizes = [_units(position, page_size, device.tile_units) for _, _, position in rows]
+    bounds = _best_bounds([position // page_size for _, _, position in rows], sizes, device)
+    tasks: list[tuple[float, DecodeTask]] = []
+    used = 0
+    for row, ((start, row_page, position), size) in enumerate(zip(rows, sizes, strict=True)):
+        cuts, own = bounds[row], position % page_size + 1
+        parts = len(cuts) - 1
+        if 1 < parts <= scratch_slots - used:
+            slot, used = used, used + parts
+        else:
+            cuts, parts, slot = [0, position // page_size], 1, 0
+        for part, (cost, first, end) in enumerate(_costs(cuts, size)):
+            rows_seen = own if part == parts - 1 else 0
+            tasks.append((cost, (row, start + first, end - first, row_page, rows_seen, slot, parts, part)))
+    tasks.sort(key=lambda item: -item[0])
+    return [task for _, task in tasks]
+
+
+def _best_bounds(pages: Sequence[int], sizes: Sequence[float], device: DecodeDevice) -> list[list[int]]:
+    """Bounds of the parts of each row: of a few ways to cut, the one that should be done first."""
+    columns = max(1, device.blocks // device.heads)
+    ideal = sum(sizes) / columns
+    best: list[list[int]] = []
+    shortest = float("inf")
+    for share in (None, 1, 2, 3):
+        target = float("inf") if share is None else max(device.warps, ideal / share)
+        bounds = [_bounds(n, size, target, device.warps) for n, size in zip(pages, sizes, strict=True)]
+        time = _makespan(bounds, sizes, columns)
+        if time < shortest:
+            best, shortest = bounds, time
+        if shortest < (ideal + PART_UNITS) * GOOD_ENOUGH:
+            break
+    return best
+
+
+def _bounds(pages: int, size: float, target: float, warps: int) -> list[int]:
+    """Where the parts of a row of ``pages`` sealed pages start and end; ``size`` counts the own page, too."""
+    parts = max(1, round(size / target))
+    if parts > BATCH and parts % BATCH < BATCH // 4:
+        parts -= parts % BATCH
+    cuts = (int(part * size / parts) // warps * warps for part in range(1, parts))
+    return [0, *sorted({cut for cut in cuts if 0 < cut < pages}), pages]
+
+
+def _costs(bounds: Sequence[int], size: float) -> list[tuple[float, int, int]]:
+    """Work, first page and end page of each part of a row; the own page goes with the last."""
+    last = len(bounds) - 2
+    pairs = enumerate(pairwise(bounds))
+    return [
+        (size - first if part == last else float(end - first), first, end) for part, (first, end) in pairs
+    ]
+
+
+def _makespan(bounds: Sequence[Sequence[int]], sizes: Sequence[float], columns: int) -> float:
+    """When the last part is done, if each of ``columns`` takes the longest that is left.
+
+    A block that has more of the memory to itself is up to ``RATE`` times as fast.
+    """
+    costs = []
+    for cuts, size in zip(bounds, sizes, strict=True):
+        overhead = PART_UNITS if len(cuts) == 2 else PART_UNITS + MERGE_UNITS
+        costs += [(cost, overhead) for cost, _, _ in _costs(cuts, size)]
+    if len(costs) <= columns:
+        longest, overhead = max(costs)
+        return max(longest / min(RATE, columns / len(costs)), sum(sizes) / columns) + overhead
+    ends = [0.0] * columns
+    for total in sorted((cost + overhead for cost, overhead in costs), reverse=True):
+        heapq.heapreplace(ends, ends[0] + total)
+    return max(ends)
+
+
+def _units(position: int, page_size: int, tile_units: float) -> float:
+    """Work of a row: its sealed pages, and its own page's tiles."""
+    tiles = -(-(position % page_size + 1) // FRAGMENT_TILE)
+    return position // page_size + tiles * tile_units

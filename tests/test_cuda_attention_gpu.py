@@ -1,0 +1,73 @@
+"""Decode attention on a GPU against numpy over the dequantized cache: ``scripts/gpu_bench.sh`` runs these."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuda_attention import GEOMETRIES
+
+pytestmark = pytest.mark.gpu
+
+#: Sequences of a step, and blocks that the plan believes to run at once.
+STEPS = {
+    "one token": ([1], 264),
+    "around a page": ([17, 63, 64, 65, 128, 129], 264),
+    "ragged": ([int(n) for n in np.random.default_rng(1).integers(1, 1500, 35)], 264),
+    "more blocks than fit": ([int(n) for n in np.random.default_rng(2).integers(1, 900, 70)], 4000),
+    "one long sequence in parts": ([20000], 264),
+    "long and short": ([9000, 3, 700], 264),
+    "batch of 256": ([int(n) for n in np.random.default_rng(3).integers(1, 200, 256)], 264),
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    from kvq.errors import LibraryError
+    from kvq.runtime.device import Device
+
+    try:
+        return Device.open("cuda")
+    except LibraryError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=GEOMETRIES, ids=lambda name: name.replace(" ", "-"))
+def kernel(request, device, tmp_path_factory):
+    from kvq.bench.attention import load_kernel
+
+    layout, group = GEOMETRIES[request.param]
+    directory = Path(os.environ.get("KVQ_KERNELS") or tmp_path_factory.getbasetemp() / "kernels")
+    return load_kernel(directory, layout, group * layout.num_kv_heads)
+
+
+def make_run(kernel, device, lengths, blocks, seed=0):
+    from kvq.bench.attention import AttentionRun
+    from kvq.bench.attention_case import AttentionCase
+    from kvq.runtime.decode_plan import DecodeDevice
+
+    plan = DecodeDevice.of(kernel.layout, kernel.num_heads, blocks, kernel.warps)
+    return AttentionRun(kernel, AttentionCase(kernel.layout, kernel.num_heads, lengths, plan, seed), device)
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda name: name.replace(" ", "-"))
+def test_equals_numpy(kernel, device, step):
+    lengths, blocks = STEPS[step]
+    run = make_run(kernel, device, lengths, blocks)
+    error = run.case.error(run.output(), samples=16)
+    assert error <= 5e-3
+
+
+def test_every_launch_gives_the_same_bits(kernel, device):
+    """Parts arrive in any order, and the next launch may start while this one runs: neither shows."""
+    run = make_run(kernel, device, [5000, 80, 1200, 64], 900, seed=5)
+    assert len(run.case.tasks) > 4
+    first = run.output()
+    assert run.case.error(first, samples=8) <= 5e-3
+    for _ in range(20):
+        for _ in range(20):
+            run.launch()
+        np.testing.assert_array_equal(run.output().view(np.uint16), first.view(np.uint16))
