@@ -1,7 +1,7 @@
 """Geometries of the decode kernels' tests, and a directory of their compiled kernels.
 
-``python tests/cuda_attention.py DIRECTORY [ARCHS]`` compiles them all, on a machine without a GPU too;
-``$KVQ_KERNELS`` names the directory for the tests.
+``python tests/cuda_attention.py compile DIRECTORY [ARCHS]`` compiles them all, on a machine without a GPU too;
+``$KVQ_KERNELS`` names the directory for the tests. ``run DIRECTORY`` launches a few on small shapes.
 """
 
 from __future__ import annotations
@@ -41,14 +41,36 @@ GEOMETRIES = {
 }
 
 
-def main() -> None:
+def compile_all(directory: Path, archs: str | None) -> None:
     from kvq.bench.attention import compile_kernel
 
-    directory, archs = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
     for name, (shape, group) in GEOMETRIES.items():
         compile_kernel(directory, shape, group * shape.num_kv_heads, archs)
         print(name, flush=True)
 
 
+def run_small(directory: Path) -> None:
+    """A few launches of a few kernels, for compute-sanitizer."""
+    from kvq.bench.attention import AttentionRun, load_kernel
+    from kvq.bench.attention_case import AttentionCase
+    from kvq.runtime.decode_plan import DecodeDevice
+    from kvq.runtime.device import Device
+
+    device = Device.open("cuda")
+    for name in ("int4", "int3", "fp16", "int4 group of 16"):
+        shape, group = GEOMETRIES[name]
+        kernel = load_kernel(directory, shape, group * shape.num_kv_heads)
+        plan = DecodeDevice.of(shape, kernel.num_heads, 40, kernel.warps)
+        case = AttentionCase(shape, kernel.num_heads, [1, 70, 200, 1000, 64], plan)
+        run = AttentionRun(kernel, case, device)
+        for _ in range(3):
+            error = case.error(run.output(), samples=6)
+            assert error <= 5e-3, f"{name}: {error}"
+        print(f"{name}: {len(case.tasks)} tasks, error {error:.1e}", flush=True)
+
+
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "run":
+        run_small(Path(sys.argv[2]))
+    else:
+        compile_all(Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None)

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from kvq.cli import bench_serve
+from kvq.cli import bench_attention, bench_serve
 
 NAME = "bench"
 
@@ -15,6 +15,7 @@ _EXAMPLE = """example:
   kvq bench decode smollm2 --context 128,2048,8000 --kv none,int4,int3
   kvq bench prefill smollm2 --tokens 128,2048 --json
   kvq bench serve smollm2 --clients 16
+  kvq bench attention --device cuda
 """
 
 
@@ -41,6 +42,7 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--chunk", metavar="N", type=int, help="tokens of a step (default: the library's)")
     prefill.add_argument("--rounds", metavar="N", type=int, default=3, help="default: %(default)s")
     bench_serve.add_kind(kinds)
+    bench_attention.add_kind(kinds)
 
 
 def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:

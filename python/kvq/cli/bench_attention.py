@@ -14,7 +14,7 @@ _EXAMPLE = """example:
 """
 
 
-def add_parser(kinds: Any) -> None:
+def add_kind(kinds: Any) -> None:
     """Add the kind to ``kvq bench``."""
     text = "decode attention of one layer on a GPU, against a copy within its memory"
     parser: argparse.ArgumentParser = kinds.add_parser(
