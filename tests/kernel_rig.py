@@ -4,43 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from functools import cache
+from typing import Any
 
 import numpy as np
 import tvm
 
-from kvq.compiler.target import cpu_target
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
-from kvq.schedules.cpu.kv_append import kv_append
-from kvq.schedules.cpu.kv_seal import kv_carry, kv_seal
-from kvq.schedules.cpu.paged_attention import SCRATCH_EXTRA, SPLIT_PAGES, TILE_ROWS, paged_attention
 
 
-def build(func: tvm.tirx.PrimFunc, opt: str = "O2"):
+def build(func: Any, opt: str = "O2"):
     """Compile one kernel for this machine."""
+    from kvq.compiler.target import cpu_target
+
     return tvm.compile(func.with_attr("global_symbol", "main"), target=cpu_target(opt).target)["main"]
 
 
-def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
-    return tvm.runtime.tensor(np.ascontiguousarray(array))
+def tensor(array: np.ndarray, device: Any = None) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.ascontiguousarray(array), device)
 
 
 @cache
 def cache_kernels(layout: KVLayout, num_heads: int, opt: str):
-    isa = cpu_target(opt).isa
+    """``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, and how attention is cut."""
+    from kvq.compiler.target import cpu_target
+
+    kernels = cpu_target(opt).kernels
     scale = layout.head_dim**-0.5
-    return (
-        build(kv_append(layout, num_heads, layout.head_dim, scale, "float32", isa), opt),
-        build(kv_seal(layout, isa), opt),
-        build(paged_attention(layout, num_heads, "float32", isa), opt),
-        build(kv_carry(layout, isa), opt),
+    built = (
+        build(kernels.kv_append(layout, num_heads, layout.head_dim, scale, "float32"), opt),
+        build(kernels.kv_seal(layout, num_heads), opt),
+        build(kernels.paged_attention(layout, num_heads, "float32"), opt),
+        build(kernels.kv_carry(layout), opt),
     )
+    shape = kernels.attention_shape(layout, num_heads)
+    return built, (shape.split_pages, shape.tile_rows, shape.scratch_extra)
 
 
 class CacheRig:
-    """One layer of a model's cache, ``layer`` of ``layout.num_layers``."""
+    """One layer of a model's cache, ``layer`` of ``layout.num_layers``; ``device`` is the CPU by default."""
+
+    device: Any = None
 
     def __init__(
         self,
@@ -57,26 +63,33 @@ class CacheRig:
     ) -> None:
         self.layout, self.layer, self.threads = layout, layer, threads
         self.num_heads = group * layout.num_kv_heads
-        self.kernels = cache_kernels(layout, self.num_heads, opt)
+        self.kernels, (split_pages, tile_rows, extra) = self.build_kernels(opt)
         self.rng = np.random.default_rng(seed)
         num_workspace = 12
         # stale contents: NaN rows and random words must never be seen
-        self.pool = tensor(self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32))
-        self.open = tensor(np.full(layout.open_shape(num_open), np.nan, layout.row_dtype))
-        self.workspace = tensor(np.full(layout.workspace_shape(num_workspace), np.nan, layout.row_dtype))
-        self.scratch = tensor(
-            np.full((slots, self.num_heads, layout.head_dim + SCRATCH_EXTRA), np.nan, np.float32)
+        self.pool = self.tensor(self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32))
+        self.open = self.tensor(np.full(layout.open_shape(num_open), np.nan, layout.row_dtype))
+        self.workspace = self.tensor(np.full(layout.workspace_shape(num_workspace), np.nan, layout.row_dtype))
+        self.scratch = self.tensor(
+            np.full((max(slots, 1), self.num_heads, layout.head_dim + extra), np.nan, np.float32)
         )
         self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self._copy_open)
         pages = [self.cache.pool.allocate() for _ in range(num_pages)]
         for page in self.rng.permutation(pages):  # what is given out next lies scattered
             self.cache.pool.release(int(page))
-        self.plan = StepPlan(self.cache, 1024, num_pages * num_open, SPLIT_PAGES, slots, TILE_ROWS)
-        self.rows: dict[Hashable, list[tuple[np.ndarray, np.ndarray]]] = {}
+        self.plan = StepPlan(self.cache, 1024, num_pages * num_open, split_pages, slots, tile_rows)
+        self.rows: dict[Hashable, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+
+    def build_kernels(self, opt: str):
+        return cache_kernels(self.layout, self.num_heads, opt)
+
+    def tensor(self, array: np.ndarray) -> tvm.runtime.Tensor:
+        return tensor(array, self.device)
 
     def _copy_open(self, src: int, dst: int) -> None:
-        rows = np.from_dlpack(self.open)
+        rows = self.open.numpy()
         rows[dst] = rows[src]
+        self.open.copyfrom(rows)
 
     def random_rows(self, n: int) -> np.ndarray:
         """qkv float32 ``[n, Hq + 2 H, D]``."""
@@ -91,34 +104,38 @@ class CacheRig:
         rope = np.concatenate(
             [np.ones((n, layout.head_dim // 2)), np.zeros((n, layout.head_dim // 2))], axis=1
         )
-        q, out = tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32)), None
-        counts, faults = tensor(plan.plan_counts), tensor(plan.kv_faults)
+        q, out = self.tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32)), None
+        counts, faults = self.tensor(plan.plan_counts), self.tensor(plan.kv_faults)
         append(
-            tensor(qkv), tensor(rope.astype(np.float32)), tensor(plan.append_slots[:n]), self.layer,
-            self.open, self.workspace, faults, q,
+            self.tensor(qkv), self.tensor(rope.astype(np.float32)), self.tensor(plan.append_slots[:n]),
+            self.layer, self.open, self.workspace, faults, q,
         )  # fmt: skip
         self.faults = faults.numpy()[:n]
-        self._record(requests, plan.append_slots[:n])
-        seal(self.open, self.workspace, counts, tensor(plan.seal_tasks), self.layer, self.pool)
-        out = tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32))
+        self._record(requests, plan.append_slots[:n], q.numpy())
+        seal(q, self.open, self.workspace, counts, self.tensor(plan.seal_tasks), self.layer, self.pool)
+        out = self.tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32))
         attend(
-            q, self.pool, self.workspace, tensor(plan.positions[:n]), tensor(plan.page_table), counts,
-            tensor(plan.attention_tasks), tensor(plan.merge_tasks), self.layer, self.open, self.scratch, out,
+            q, self.pool, self.workspace, self.tensor(plan.positions[:n]), self.tensor(plan.page_table),
+            counts, self.tensor(plan.attention_tasks), self.tensor(plan.merge_tasks), self.layer, self.open,
+            self.scratch, out,
         )  # fmt: skip
-        carry(self.workspace, counts, tensor(plan.carry_tasks), self.layer, self.open)
+        carry(self.workspace, counts, self.tensor(plan.carry_tasks), self.layer, self.open)
         plan.commit()
         return out.numpy()
 
-    def _record(self, requests: list[tuple[Hashable, int]], slots: np.ndarray) -> None:
-        """Keep what ``kv_append`` stored: rows of K and V ``[H, D]``, V rotated if it is quantized."""
+    def _record(self, requests: list[tuple[Hashable, int]], slots: np.ndarray, q: np.ndarray) -> None:
+        """Keep what ``kv_append`` made: rows of K, V (rotated if quantized) and Q, ``[H, (group,) D]``."""
         layout, rows = self.layout, []
         opened, workspace = self.open.numpy()[:, self.layer], self.workspace.numpy()
-        for slot in slots:
+        for slot, queries in zip(slots, q, strict=True):
             page, offset = divmod(int(slot), layout.page_size)
             unit = opened[page] if page < len(opened) else workspace[page - len(opened)]
-            k = unit[:, 0].reshape(-1, layout.head_dim, layout.page_size)[:, :, offset]
+            if layout.order == "lanes":
+                k = unit[:, 0].reshape(-1, layout.head_dim, layout.page_size)[:, :, offset]
+            else:
+                k = unit[:, 0].reshape(-1, layout.page_size, layout.head_dim)[:, offset]
             v = unit[:, 1].reshape(-1, layout.page_size, layout.head_dim)[:, offset]
-            rows.append((k, v))
+            rows.append((k, v, queries.reshape(layout.num_kv_heads, -1, layout.head_dim)))
         at = 0
         for sequence, count in requests:
             self.rows.setdefault(sequence, []).extend(rows[at : at + count])
@@ -143,7 +160,7 @@ class CacheRig:
             for i, row in enumerate(range(at, at + count)):
                 position = len(rows) - count + i
                 for stored, given in zip(
-                    rows[position], (qkv[row, heads : heads + kv_heads], values[row]), strict=True
+                    rows[position][:2], (qkv[row, heads : heads + kv_heads], values[row]), strict=True
                 ):
                     np.testing.assert_allclose(stored, given, rtol=1e-3, atol=1e-3)
                 expected[row] = self.oracle(qkv[row, :heads], sequence, position)
@@ -153,14 +170,18 @@ class CacheRig:
     def oracle(self, q: np.ndarray, sequence: Hashable, position: int) -> np.ndarray:
         """Attention of one row in numpy, over what the cache holds."""
         layout, page = self.layout, self.layout.page_size
-        keys, values = (
+        keys, values, queries = (
             np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence], strict=True)
-        )  # [H, t, D]
+        )  # [H, t, D], queries [H, t, group, D]
         sealed = position // page * page
         k, v = [], []
         for start in range(0, sealed, page):
             rows = slice(start, start + page)
-            unit = kv_codec.unpack_unit(kv_codec.seal_unit(keys[:, rows], values[:, rows], layout), layout)
+            widths = None
+            if layout.k_bits is not None:
+                widths = kv_codec.key_widths(keys[:, rows], queries[:, start + page - 1], layout)
+            words = kv_codec.seal_unit(keys[:, rows], values[:, rows], layout, widths)
+            unit = kv_codec.unpack_unit(words, layout)
             k.append(unit["k"])
             v.append(unit["v"])
         own = slice(sealed, position + 1)

@@ -54,7 +54,8 @@ class FakeDevice:
         assert len(set(slots)) == len(slots), "two rows in one place"
         for token, slot in zip(fresh, slots, strict=True):
             self.rows[slot // size, slot % size] = token
-        for row_page, page in plan.seal_tasks[:seal]:
+        for row_page, page, last_row in plan.seal_tasks[:seal]:
+            assert slots[last_row] == row_page * size + size - 1, "not the row that completes the page"
             self.pool[page] = self.rows[row_page]
         scratch: dict[int, list[int]] = {}
         output: dict[int, list[int]] = {}

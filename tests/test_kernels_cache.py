@@ -42,15 +42,19 @@ def test_seal_is_bit_exact(k_bits, v_bits, dim, page):
     kv_open = np.stack([[make_rows(layout, rng) for _ in range(2)] for _ in range(3)]).astype(np.float16)
     workspace = np.stack([make_rows(layout, rng) for _ in range(2)]).astype(np.float16)
     pool = tensor(np.full(layout.pool_shape(5), 0xABABABAB, np.uint32))
-    tasks = np.array([[1, 3], [4, 0], [0, 1]], np.int32)
-    kernel = build(kv_seal(layout, cpu_target().isa))
+    tasks = np.array([[1, 3, 5], [4, 0, 2], [0, 1, 0]], np.int32)
+    group, kernel = 2, build(kv_seal(layout, 6, cpu_target().isa))
+    q = (rng.standard_normal((6, 3, group, dim)) * np.exp(rng.standard_normal(dim))).astype(np.float32)
+    q[2, 1, 0, 7], q[2, 2, 1, 9], q[2, 0, 1, 3] = np.nan, np.inf, 1e25  # what is no number has no weight
     counts = np.array([2, 0, 0, 0], np.int32)
-    kernel(tensor(kv_open), tensor(workspace), tensor(counts), tensor(tasks), 1, pool)
+    queries = tensor(q.reshape(6, 3 * group, dim))
+    kernel(queries, tensor(kv_open), tensor(workspace), tensor(counts), tensor(tasks), 1, pool)
     found = pool.numpy()
-    for page_id, rows in ((3, kv_open[1, 1]), (0, workspace[1])):
+    for page_id, rows, last in ((3, kv_open[1, 1], 5), (0, workspace[1], 2)):
         k = rows[:, 0].reshape(3, dim, page).swapaxes(1, 2)
         v = rows[:, 1].reshape(3, page, dim)
-        np.testing.assert_array_equal(found[page_id, 1], kv_codec.seal_unit(k, v, layout))
+        widths = kv_codec.key_widths(k, q[last], layout) if k_bits else None
+        np.testing.assert_array_equal(found[page_id, 1], kv_codec.seal_unit(k, v, layout, widths))
     untouched = np.delete(found.reshape(10, -1), [7, 1], axis=0)
     assert (untouched == 0xABABABAB).all()
 

@@ -30,7 +30,7 @@ def test_page_is_sealed_in_the_step_that_fills_it() -> None:
     assert device.cache.num_free_pages == 4
     device.append([("a", 1)])
     assert device.cache.num_free_pages == 3
-    assert list(device.plan.seal_tasks[0]) == [device.cache.sequence("a").open_page, 0]
+    assert list(device.plan.seal_tasks[0]) == [device.cache.sequence("a").open_page, 0, P - 1]
     device.append([("a", 1)])
     assert device.cache.length("a") == P + 1
 

@@ -3,15 +3,19 @@
 A *page* holds ``page_size`` consecutive tokens of one sequence, for all layers and KV heads. A
 sealed page of one layer and head is one contiguous *unit* of 32-bit words::
 
-    [ K codes | K scale codes | K minimums | V codes | V scales | (K base) ]
+    [ K codes | K scale codes | K minimums | V codes | V scales | (K header) ]
 
 ``K codes``       word ``[chunk, b, lane]``: lane ``l`` of 16 carries tokens ``16 q + l``; its codes,
-                  ordered by channel then ``q``, are packed 32 at a time into ``b`` words.
+                  ordered by channel then ``q``, are packed 32 at a time into ``b`` words. Where widths
+                  are mixed, the channels of one width lie together, widest first.
 ``K scale codes`` one byte a channel: 4 exponent bits, 4 mantissa bits.
 ``K minimums``    one fp16 a channel.
 ``V codes``       word ``[chunk, b, channel]``: 32 consecutive tokens of one channel in ``b`` words.
-``V scales``      one signed fp16 a token; the lowest bits of the first eight are the K base.
-``K base``        a word of its own only where V is unquantized and has no scales to carry it.
+``V scales``      one signed fp16 a token; their lowest bits are the *K header*.
+``K header``      the base of the K scales (8 bits) and, where widths are mixed, a bit for each pair of
+                  channels that is wider than ``k_bits`` and one for each that is narrower. Bit ``i`` is
+                  bit ``i // P`` of the V scale of token ``i % P``. It has words of its own where V has
+                  no scales to carry it.
 
 A K scale is ``(1 + m/16) * 2**(e + base - SCALE_BIAS)`` for the code ``16 e + m``.
 
@@ -36,8 +40,10 @@ K_LANES = 16
 CODES_PER_CHUNK = 32
 #: Tokens and channels of a tile of the order ``fragments``: operand A of mma.m16n8k16.
 FRAGMENT_TILE = 16
-#: Tokens of a page whose V scale carries one bit of the K base in its lowest bit.
+#: Bits of the K base.
 BASE_BITS = 8
+#: Most bits of the K header in one V scale: the scale is then at most 3% larger than it would be.
+MAX_CARRIED_BITS = 5
 #: Exponent bias of a K scale.
 SCALE_BIAS = 80
 #: Smallest exponent of the largest K scale of a page: keeps every scale finite and non-zero.
@@ -62,6 +68,10 @@ class KVLayout:
         ``float16`` or ``float32``: dtype of rows that are not sealed, and of unquantized pages.
     order : str
         ``lanes`` (CPU) or ``fragments`` (tensor cores): where a code lies within its page.
+    mixed_keys : bool
+        Give a quarter of a page's channels one bit more than ``k_bits`` and a quarter one bit less, where
+        codes have 2 to 4 bits and lie in lanes. Channels ``c`` and ``c + head_dim / 2``, a RoPE pair, have
+        one width.
     """
 
     num_layers: int
@@ -72,6 +82,7 @@ class KVLayout:
     page_size: int = 64
     row_dtype: str = "float16"
     order: str = "lanes"
+    mixed_keys: bool = True
 
     def __post_init__(self) -> None:
         if self.page_size not in (32, 64, 128):
@@ -117,6 +128,17 @@ class KVLayout:
         return self._component_words(self.k_bits)
 
     @property
+    def k_classes(self) -> tuple[tuple[int, int], ...]:
+        """(bits, channels) of the widths of K codes, in the order in which they are stored."""
+        bits, dim = self.k_bits or 0, self.head_dim
+        mixed = self.mixed_keys and bits in (2, 3, 4) and self.order == "lanes"
+        step = self._chunk_values // self.page_size
+        outer = dim // (4 * step) * step if mixed else 0
+        if not outer:
+            return ((bits, dim),)
+        return ((bits + 1, outer), (bits, dim - 2 * outer), (bits - 1, outer))
+
+    @property
     def v_code_words(self) -> int:
         """Words of V codes (or raw V rows) in a unit."""
         return self._component_words(self.v_bits)
@@ -142,20 +164,28 @@ class KVLayout:
         return self.v_offset + self.v_code_words
 
     @property
-    def base_in_v_scales(self) -> bool:
-        """Whether the K base is carried by the lowest bits of the first V scales."""
-        return self.k_bits is not None and self.v_bits is not None
+    def k_header_bits(self) -> int:
+        """Bits of the K header."""
+        if self.k_bits is None:
+            return 0
+        return BASE_BITS + (self.head_dim if len(self.k_classes) > 1 else 0)
 
     @property
-    def k_base_offset(self) -> int:
-        """Word of the K base where V has no scales to carry it."""
+    def header_in_v_scales(self) -> bool:
+        """Whether the K header is carried by the lowest bits of the V scales."""
+        room = MAX_CARRIED_BITS * self.page_size if self.v_bits else 0
+        return 0 < self.k_header_bits <= room
+
+    @property
+    def k_header_offset(self) -> int:
+        """Word at which the K header starts where it has words of its own."""
         return self.v_scale_offset + (self.page_size // 2 if self.v_bits else 0)
 
     @property
     def unit_words(self) -> int:
         """32-bit words of one unit."""
-        own_base = self.k_bits is not None and self.v_bits is None
-        return self.k_base_offset + int(own_base) * (1 if self.order == "lanes" else 4)
+        own = 0 if self.header_in_v_scales else -(-self.k_header_bits // 32)
+        return self.k_header_offset + (own if self.order == "lanes" else -(-own // 4) * 4)
 
     @property
     def bits_per_value(self) -> float:

@@ -216,7 +216,7 @@ class _Rewriter(PyExprMutator):
             "append_slots": ((rows,), "int32"),
             "page_table": ((size("table_size"),), "int32"),
             "plan_counts": ((4,), "int32"),
-            "seal_tasks": ((size("max_seals"), 2), "int32"),
+            "seal_tasks": ((size("max_seals"), 3), "int32"),
             "carry_tasks": ((size("max_carries"), 2), "int32"),
             "attention_tasks": ((size("max_tasks"), 7), "int32"),
             "merge_tasks": ((size("max_merges"), 3), "int32"),
@@ -302,9 +302,11 @@ class _Rewriter(PyExprMutator):
             ["kv_open", "kv_workspace", "kv_faults"],
             q_type,
         )
-        seal = self.kernel("kv_seal", lambda: backend.kv_seal(layout))
+        seal = self.kernel("kv_seal", lambda: backend.kv_seal(layout, heads))
         self.update(
-            seal, [s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer], ["kv_pool"]
+            seal,
+            [q, s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer],
+            ["kv_pool"],
         )
         attend = self.kernel("paged_attention", lambda: backend.paged_attention(layout, heads, dtype))
         # kv_open is only read here: it passes through so that the carry below cannot come earlier

@@ -4,7 +4,9 @@ The kernels must produce exactly these words. Arithmetic is float32 in the order
 layout of the words is :class:`kvq.layout.KVLayout`'s.
 
 Keys have a scale and a minimum per channel over the page. The scale is a minifloat, rounded up so
-that the range of the page is never clipped, relative to a power of two kept per page and head.
+that the range of the page is never clipped, relative to a power of two kept per page and head. Where
+widths are mixed, the channels that matter most get more bits: a pair's weight is the energy of its ranges
+times the root of its energy in the queries of the page's last token. A rotation of the pair changes neither.
 Values, rotated by an orthonormal Hadamard transform when they were appended, have one signed fp16
 scale a token: the element of largest magnitude sits on the most negative code.
 """
@@ -26,6 +28,8 @@ from kvq.quantization import fragments
 #: A scale's float32 bits, shifted down to its 4 mantissa bits, minus those of its code, is
 #: ``16 * (base + _EXPONENT_OFFSET)``.
 EXPONENT_OFFSET = 127 - SCALE_BIAS
+#: Energy of a pair's queries above which it counts as none, as NaN does: weights must stay finite.
+MAX_ENERGY = 1e30
 
 
 def hadamard(dim: int) -> np.ndarray:
@@ -43,8 +47,8 @@ def hadamard(dim: int) -> np.ndarray:
 def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """Pack 32 codes into ``bits`` words.
 
-    Codes of 2, 4 or 8 bits lie in order. Of 3-bit codes, words hold ten each in their low 30 bits;
-    the last two codes lie across the top two bits of the three words.
+    Codes of 1, 2, 4 or 8 bits lie in order. Of 3-bit (5-bit) codes, words hold ten (six) each in their
+    low 30 bits; the last two codes lie across the top two bits of all words.
 
     Parameters
     ----------
@@ -58,16 +62,12 @@ def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
     """
     codes = codes.astype(np.uint32)
     words = np.zeros((*codes.shape[:-1], bits), np.uint32)
-    if bits == 3:
-        for i in range(30):
-            words[..., i // 10] |= codes[..., i] << np.uint32(3 * (i % 10))
-        for i in (30, 31):
-            for w in range(3):
-                words[..., w] |= ((codes[..., i] >> np.uint32(w)) & np.uint32(1)) << np.uint32(i)
-        return words
     per_word = 32 // bits
-    for i in range(CODES_PER_CHUNK):
+    for i in range(per_word * bits):
         words[..., i // per_word] |= codes[..., i] << np.uint32(bits * (i % per_word))
+    for i in range(per_word * bits, CODES_PER_CHUNK):
+        for w in range(bits):
+            words[..., w] |= ((codes[..., i] >> np.uint32(w)) & np.uint32(1)) << np.uint32(i)
     return words
 
 
@@ -76,16 +76,12 @@ def unpack_codes(words: np.ndarray, bits: int) -> np.ndarray:
     words = words.astype(np.uint32)
     codes = np.zeros((*words.shape[:-1], CODES_PER_CHUNK), np.uint32)
     mask = np.uint32(2**bits - 1)
-    if bits == 3:
-        for i in range(30):
-            codes[..., i] = (words[..., i // 10] >> np.uint32(3 * (i % 10))) & mask
-        for i in (30, 31):
-            for w in range(3):
-                codes[..., i] |= ((words[..., w] >> np.uint32(i)) & np.uint32(1)) << np.uint32(w)
-        return codes
     per_word = 32 // bits
-    for i in range(CODES_PER_CHUNK):
+    for i in range(per_word * bits):
         codes[..., i] = (words[..., i // per_word] >> np.uint32(bits * (i % per_word))) & mask
+    for i in range(per_word * bits, CODES_PER_CHUNK):
+        for w in range(bits):
+            codes[..., i] |= ((words[..., w] >> np.uint32(i)) & np.uint32(1)) << np.uint32(w)
     return codes
 
 
@@ -96,13 +92,61 @@ def sanitize(x: np.ndarray) -> np.ndarray:
     )
 
 
-def quantize_keys(k: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def key_widths(k: np.ndarray, queries: np.ndarray | None, layout: KVLayout) -> np.ndarray:
+    """How many bits each channel of a page gets.
+
+    Parameters
+    ----------
+    k : np.ndarray
+        Rows of a full page, float16 ``[..., page, head_dim]``.
+    queries : np.ndarray, optional
+        Queries of the page's last token, float32 ``[..., group, head_dim]``, up to a common factor; all of
+        the same energy by default.
+
+    Returns
+    -------
+    np.ndarray
+        int32 ``[..., head_dim]``.
+    """
+    half = layout.head_dim // 2
+    spread = (k.max(axis=-2).astype(np.float32) - k.min(axis=-2)) ** 2
+    weight = spread[..., :half] + spread[..., half:]
+    if queries is not None:
+        energy = np.zeros_like(weight)
+        with np.errstate(over="ignore"):
+            for g in range(queries.shape[-2]):
+                squares = queries[..., g, :].astype(np.float32) ** 2
+                energy = energy + (squares[..., :half] + squares[..., half:])
+        energy = np.where(energy <= np.float32(MAX_ENERGY), energy, np.float32(0))
+        weight = weight * np.sqrt(energy)
+    order = np.argsort(-weight, axis=-1, kind="stable")
+    of_rank = np.concatenate([np.full(n // 2, bits, np.int32) for bits, n in layout.k_classes])
+    widths = np.empty(weight.shape, np.int32)
+    np.put_along_axis(widths, order, np.broadcast_to(of_rank, order.shape), axis=-1)
+    return np.concatenate([widths, widths], axis=-1)
+
+
+def key_order(widths: np.ndarray) -> np.ndarray:
+    """Channels in the order in which their codes are stored: int64 ``[..., head_dim]``, from their widths.
+
+    Widest first; of one width, pair by pair.
+    """
+    half = widths.shape[-1] // 2
+    first = np.argsort(-widths[..., :half], axis=-1, kind="stable")
+    return np.stack([first, first + half], axis=-1).reshape(widths.shape)
+
+
+def quantize_keys(
+    k: np.ndarray, bits: int | np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Quantize the keys of a page.
 
     Parameters
     ----------
     k : np.ndarray
         Rows of a full page, float16 ``[..., page, head_dim]``.
+    bits : int or np.ndarray
+        Width of the codes: of all, or int32 ``[..., head_dim]``.
 
     Returns
     -------
@@ -118,7 +162,7 @@ def quantize_keys(k: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.
     k = k.astype(np.float32)
     minimum = k.min(axis=-2) + np.float32(0)  # the sign of a zero must not depend on the order of a reduction
     maximum = k.max(axis=-2)
-    levels = np.float32(2**bits - 1)
+    levels = (np.left_shift(1, bits) - 1).astype(np.float32)
     need = ((maximum - minimum) / levels).view(np.uint32)
     log_code = ((need + np.uint32(0x7FFFF)) >> np.uint32(19)).astype(np.int32)
     top = np.maximum(log_code.max(axis=-1) >> 4, 127 + SCALE_MIN_EXPONENT)
@@ -127,7 +171,7 @@ def quantize_keys(k: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.
     scale = key_scale(scale_codes, base)
     inverse = np.float32(1) / scale
     codes = np.rint((k - minimum[..., None, :]) * inverse[..., None, :])
-    codes = np.minimum(codes, levels).astype(np.uint32)
+    codes = np.minimum(codes, levels if np.ndim(levels) == 0 else levels[..., None, :]).astype(np.uint32)
     return codes, scale_codes.astype(np.uint8), minimum.astype(np.float16), base.astype(np.uint8)
 
 
@@ -137,8 +181,40 @@ def key_scale(scale_codes: np.ndarray, base: np.ndarray) -> np.ndarray:
     return (log_code.astype(np.uint32) << np.uint32(19)).view(np.float32)
 
 
+def carried_masks(num_bits: int, page_size: int) -> np.ndarray:
+    """The lowest bits of each token's V scale that a header occupies, uint32 ``[page_size]``."""
+    every, rest = divmod(num_bits, page_size)
+    return (np.uint32(1) << (every + (np.arange(page_size) < rest)).astype(np.uint32)) - np.uint32(1)
+
+
+def _to_carried(header: np.ndarray, page_size: int) -> np.ndarray:
+    """Bits ``[..., n]`` of the header dealt out to the tokens, uint32 ``[..., page_size]``."""
+    carried = np.zeros((*header.shape[:-1], page_size), np.uint32)
+    for i in range(header.shape[-1]):
+        carried[..., i % page_size] |= header[..., i] << np.uint32(i // page_size)
+    return carried
+
+
+def _from_carried(scale: np.ndarray, num_bits: int) -> np.ndarray:
+    """The header's bits, uint32 ``[..., num_bits]``, from the V scales ``[..., page_size]``."""
+    raw, page_size = scale.view(np.uint16).astype(np.uint32), scale.shape[-1]
+    bits = [raw[..., i % page_size] >> np.uint32(i // page_size) for i in range(num_bits)]
+    return np.stack(bits, axis=-1) & np.uint32(1)
+
+
+def key_header(base: np.ndarray, widths: np.ndarray | None, bits: int) -> np.ndarray:
+    """The bits of the K header, uint32 ``[..., 8]`` or ``[..., 8 + head_dim]`` where widths are mixed."""
+    header = (base.astype(np.uint32)[..., None] >> np.arange(BASE_BITS, dtype=np.uint32)) & np.uint32(1)
+    if widths is None:
+        return header
+    pairs = widths[..., : widths.shape[-1] // 2]
+    return np.concatenate(
+        [header, (pairs > bits).astype(np.uint32), (pairs < bits).astype(np.uint32)], axis=-1
+    )
+
+
 def quantize_values(
-    v: np.ndarray, bits: int, base: np.ndarray | None = None
+    v: np.ndarray, bits: int, header: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Quantize the (rotated) values of a page.
 
@@ -146,8 +222,8 @@ def quantize_values(
     ----------
     v : np.ndarray
         Rows of a full page, float16 ``[..., page, head_dim]``.
-    base : np.ndarray, optional
-        K base ``[...]`` that the lowest bits of the first eight scales must carry.
+    header : np.ndarray, optional
+        Bits ``[..., n]`` that the lowest bits of the scales must carry.
 
     Returns
     -------
@@ -162,35 +238,53 @@ def quantize_values(
     half = 2 ** (bits - 1)
     scale_bits = (extreme * np.float32(-1.0 / half)).astype(np.float16).view(np.uint16).astype(np.uint32)
     scale_bits = np.maximum(scale_bits & 0x7FFF, 2) | (scale_bits & 0x8000)
-    if base is not None:
-        wanted = (base.astype(np.uint32)[..., None] >> np.arange(BASE_BITS, dtype=np.uint32)) & 1
-        first = scale_bits[..., :BASE_BITS]
-        scale_bits[..., :BASE_BITS] = first + ((first & 1) ^ wanted)
+    if header is not None:
+        page = v.shape[-2]
+        masks = carried_masks(header.shape[-1], page)
+        scale_bits += (_to_carried(header, page) - scale_bits) & masks
     scale = scale_bits.astype(np.uint16).view(np.float16)
     inverse = np.float32(1) / scale.astype(np.float32)
     codes = np.clip(np.rint(v * inverse[..., None]) + np.float32(half), 0, 2**bits - 1)
     return codes.astype(np.uint32), scale
 
 
-def _pack_keys(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
+def _pack_keys(codes: np.ndarray, layout: KVLayout, order: np.ndarray | None) -> np.ndarray:
     if layout.order == "fragments":
         return fragments.pack(codes, layout.k_bits or 0, fragments.KEYS)
-    lead = codes.shape[:-2]
-    per_lane = codes.reshape(*lead, layout.page_size // K_LANES, K_LANES, layout.head_dim)
-    stream = np.moveaxis(per_lane, (-1, -3, -2), (-3, -2, -1))  # [..., channel, q, lane]
-    stream = stream.reshape(*lead, -1, CODES_PER_CHUNK, K_LANES)
-    words = pack_codes(np.moveaxis(stream, -2, -1), layout.k_bits or 0)  # [..., chunk, lane, b]
-    return np.moveaxis(words, -1, -2).reshape(*lead, -1)
+    if order is not None:
+        codes = np.take_along_axis(codes, order[..., None, :], axis=-1)
+    lead, parts, start = codes.shape[:-2], [], 0
+    for bits, channels in layout.k_classes:
+        part = codes[..., start : start + channels]
+        per_lane = part.reshape(*lead, layout.page_size // K_LANES, K_LANES, channels)
+        stream = np.moveaxis(per_lane, (-1, -3, -2), (-3, -2, -1))  # [..., channel, q, lane]
+        stream = stream.reshape(*lead, -1, CODES_PER_CHUNK, K_LANES)
+        words = pack_codes(np.moveaxis(stream, -2, -1), bits)  # [..., chunk, lane, b]
+        parts.append(np.moveaxis(words, -1, -2).reshape(*lead, -1))
+        start += channels
+    return np.concatenate(parts, axis=-1)
 
 
-def _unpack_keys(words: np.ndarray, layout: KVLayout) -> np.ndarray:
+def _unpack_keys(words: np.ndarray, layout: KVLayout, order: np.ndarray | None) -> np.ndarray:
     if layout.order == "fragments":
         return fragments.unpack(words, layout, layout.k_bits or 0, fragments.KEYS)
-    lead, bits = words.shape[:-1], layout.k_bits or 0
-    chunks = words.reshape(*lead, -1, bits, K_LANES)
-    stream = np.moveaxis(unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2)  # [..., chunk, 32, lane]
-    per_lane = stream.reshape(*lead, layout.head_dim, layout.page_size // K_LANES, K_LANES)
-    return np.moveaxis(per_lane, (-3, -2, -1), (-1, -3, -2)).reshape(*lead, layout.page_size, layout.head_dim)
+    lead, parts, start = words.shape[:-1], [], 0
+    for bits, channels in layout.k_classes:
+        end = start + channels * layout.page_size * bits // 32
+        chunks = words[..., start:end].reshape(*lead, -1, bits, K_LANES)
+        stream = np.moveaxis(
+            unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2
+        )  # [..., chunk, 32, lane]
+        per_lane = stream.reshape(*lead, channels, layout.page_size // K_LANES, K_LANES)
+        part = np.moveaxis(per_lane, (-3, -2, -1), (-1, -3, -2))
+        parts.append(part.reshape(*lead, layout.page_size, channels))
+        start = end
+    stored = np.concatenate(parts, axis=-1)
+    if order is None:
+        return stored
+    codes = np.empty_like(stored)
+    np.put_along_axis(codes, np.broadcast_to(order[..., None, :], stored.shape), stored, axis=-1)
+    return codes
 
 
 def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -235,7 +329,7 @@ def _unpack_rows(words: np.ndarray, layout: KVLayout, side: fragments.Side) -> n
     return np.swapaxes(rows, -1, -2) if transposed else rows
 
 
-def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> np.ndarray:
+def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray | None = None) -> np.ndarray:
     """Seal full pages: the words of their units.
 
     Parameters
@@ -243,6 +337,9 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> np.ndarray:
     k, v : np.ndarray
         Rows in ``layout.row_dtype``, ``[..., page, head_dim]``; K after RoPE, V rotated if V is
         quantized.
+    widths : np.ndarray, optional
+        Widths of the K codes where they are mixed, as :func:`key_widths` gives them; by default those of
+        queries that have the same energy everywhere.
 
     Returns
     -------
@@ -250,22 +347,29 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> np.ndarray:
         uint32 ``[..., layout.unit_words]``.
     """
     lead = k.shape[:-2]
-    parts = []
-    base = None
+    parts: list[np.ndarray] = []
+    header = None
     if layout.k_bits is None:
         parts.append(_pack_rows(k, layout, fragments.KEYS))
     else:
-        codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits)
-        parts += [_pack_keys(codes, layout), _as_words(scale_codes), _as_words(minimum)]
+        if len(layout.k_classes) == 1:
+            widths = None
+        elif widths is None:
+            widths = key_widths(k, None, layout)
+        codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits if widths is None else widths)
+        order = None if widths is None else key_order(widths)
+        parts += [_pack_keys(codes, layout, order), _as_words(scale_codes), _as_words(minimum)]
+        header = key_header(base, widths, layout.k_bits)
+    carried = header if layout.header_in_v_scales else None
     if layout.v_bits is None:
         parts.append(_pack_rows(v, layout, fragments.VALUES))
-        if base is not None:
-            own = np.zeros((*lead, layout.unit_words - layout.k_base_offset), np.uint32)
-            own[..., 0] = base
-            parts.append(own)
     else:
-        codes, scale = quantize_values(v, layout.v_bits, base)
+        codes, scale = quantize_values(v, layout.v_bits, carried)
         parts += [_pack_values(codes, layout), _as_words(scale)]
+    if header is not None and carried is None:
+        own = np.zeros((*lead, (layout.unit_words - layout.k_header_offset) * 32), np.uint32)
+        own[..., : header.shape[-1]] = header
+        parts.append(pack_codes(own.reshape(*lead, -1, 32), 1)[..., 0])
     return np.concatenate(parts, axis=-1)
 
 
@@ -281,7 +385,8 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     -------
     dict
         ``k``, ``v`` (float32 ``[..., page, head_dim]``; ``v`` rotated as stored), ``v_unrotated``, and
-        for a quantized component ``k_codes``, ``k_scale``, ``k_min``, ``k_base``, ``v_codes``, ``v_scale``.
+        for a quantized component ``k_codes``, ``k_scale``, ``k_min``, ``k_base``, ``k_widths`` (int32 ``[...,
+        head_dim]``), ``v_codes``, ``v_scale``.
     """
     out: dict[str, np.ndarray] = {}
     v_raw = np.ascontiguousarray(words[..., layout.v_offset : layout.v_scale_offset])
@@ -289,7 +394,7 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         out["v"] = _unpack_rows(v_raw, layout, fragments.VALUES).astype(np.float32)
         out["v_unrotated"] = out["v"]
     else:
-        scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_base_offset])
+        scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_header_offset])
         out["v_scale"] = scales.view(np.float16)
         out["v_codes"] = _unpack_values(v_raw, layout)
         centred = out["v_codes"].astype(np.float32) - np.float32(2 ** (layout.v_bits - 1))
@@ -299,16 +404,23 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     if layout.k_bits is None:
         out["k"] = _unpack_rows(k_raw, layout, fragments.KEYS).astype(np.float32)
         return out
-    if layout.base_in_v_scales:
-        lowest = out["v_scale"].view(np.uint16)[..., :BASE_BITS] & 1
-        base = (lowest.astype(np.int32) << np.arange(BASE_BITS)).sum(axis=-1)
+    if layout.header_in_v_scales:
+        header = _from_carried(out["v_scale"], layout.k_header_bits)
     else:
-        base = words[..., layout.k_base_offset].astype(np.int32)
+        own = words[..., layout.k_header_offset : layout.unit_words]
+        header = unpack_codes(own[..., None], 1).reshape(*own.shape[:-1], -1)[..., : layout.k_header_bits]
+    base = (header[..., :BASE_BITS].astype(np.int32) << np.arange(BASE_BITS, dtype=np.int32)).sum(axis=-1)
     scale_codes = np.ascontiguousarray(words[..., layout.k_scale_offset : layout.k_min_offset]).view(np.uint8)
     out["k_base"] = base
     out["k_scale"] = key_scale(scale_codes, base)
     out["k_min"] = np.ascontiguousarray(words[..., layout.k_min_offset : layout.v_offset]).view(np.float16)
-    out["k_codes"] = _unpack_keys(k_raw, layout)
+    out["k_widths"] = np.full(scale_codes.shape, layout.k_bits, np.int32)
+    order = None
+    if len(layout.k_classes) > 1:
+        wider, narrower = np.split(header[..., BASE_BITS:].astype(np.int32), 2, axis=-1)
+        out["k_widths"] += np.concatenate([wider - narrower] * 2, axis=-1)
+        order = key_order(out["k_widths"])
+    out["k_codes"] = _unpack_keys(k_raw, layout, order)
     out["k"] = out["k_codes"].astype(np.float32) * out["k_scale"][..., None, :]
     out["k"] += out["k_min"].astype(np.float32)[..., None, :]
     return out

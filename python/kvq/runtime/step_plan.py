@@ -92,7 +92,7 @@ class StepPlan:
         self.kv_faults = aligned_zeros((max_rows, 2), np.int32)
         self.page_table = aligned_zeros((max(1, max_table_pages),), np.int32)
         self.plan_counts = aligned_zeros((4,), np.int32)
-        self.seal_tasks = aligned_zeros((num_open + cache.num_workspace, 2), np.int32)
+        self.seal_tasks = aligned_zeros((num_open + cache.num_workspace, 3), np.int32)
         self.carry_tasks = aligned_zeros((max(1, num_open), 2), np.int32)
         self.attention_tasks = aligned_zeros((max_rows + scratch_slots, 7), np.int32)
         self.merge_tasks = aligned_zeros((max(1, scratch_slots // 2), 3), np.int32)
@@ -146,7 +146,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     positions: list[int] = []
     slots: list[int] = []
     table = array("i")
-    seals: list[tuple[int, int]] = []
+    seals: list[tuple[int, int, int]] = []
     carries: list[tuple[int, int]] = []
     spans: list[_Span] = []
     row, workspace = 0, num_open
@@ -167,7 +167,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
             slots.extend(range(slot, slot + count))
             spans.append((row, row + count, table_start, row_page, page))
             if stop % size == 0:
-                seals.append((row_page, new[page - first_page]))
+                seals.append((row_page, new[page - first_page], row + count - 1))
             elif row_page >= num_open:
                 carries.append((row_page - num_open, sequence.open_page))
             row += count

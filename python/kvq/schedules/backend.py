@@ -124,7 +124,7 @@ class Kernels(Protocol):
         """RoPE, rotation of V, and the rows into their row pages."""
         ...
 
-    def kv_seal(self, layout: KVLayout) -> tirx.PrimFunc:
+    def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         """Full row pages to sealed pages."""
         ...
 

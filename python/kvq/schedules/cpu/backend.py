@@ -78,8 +78,8 @@ class CpuKernels:
     ) -> tirx.PrimFunc:
         return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype, self.isa)
 
-    def kv_seal(self, layout: KVLayout) -> tirx.PrimFunc:
-        return kv_seal.kv_seal(layout, self.isa)
+    def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
+        return kv_seal.kv_seal(layout, num_heads, self.isa)
 
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return paged_attention.paged_attention(layout, num_heads, dtype, self.isa)

@@ -2,7 +2,9 @@
 
 ``kv_seal`` quantizes each row page of ``seal_tasks`` into its pool page; one task is one page of one head.
 It writes the words of :func:`kvq.quantization.kv_codec.seal_unit`, bit for bit. The list is usually
-empty in decode. ``kv_carry`` copies the tail page of a sequence from the workspace to its open page.
+empty in decode. The row that completes a page is always in the step, so its queries are at hand: they say
+which channels matter, and no state has to be kept for it. ``kv_carry`` copies the tail page of a sequence
+from the workspace to its open page.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
-from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.quantization.kv_codec import EXPONENT_OFFSET, MAX_ENERGY
 
 from .row_ops import vector_lanes
 from .vector import (
@@ -39,11 +41,75 @@ def _pack(words: list, index: int, bits: int, codes, lanes: int) -> None:
         words[word] = T.bind(piece if words[word] is None else T.bitwise_or(words[word], piece))
 
 
-def _seal_keys(pool, unit, kt, layout: KVLayout, lanes: int, red):
-    """Codes, scales and minimums of the keys ``kt[D * P]``; returns the base (int32)."""
-    dim, page, bits = layout.head_dim, layout.page_size, layout.k_bits or 0
+def _energy_root(q, row, head, pair: int, layout: KVLayout, num_heads: int):
+    """Root of the energy of a pair of channels in the queries of KV head ``head`` at ``row``."""
+    group, half = num_heads // layout.num_kv_heads, layout.head_dim // 2
+    energy = T.float32(0)
+    for g in range(group):
+        first, second = (T.bind(q[row, head * group + g, pair + i * half]) for i in range(2))
+        energy = T.bind(energy + T.bind(first * first + second * second))
+    return T.sqrt(T.Select(energy <= T.float32(MAX_ENERGY), energy, T.float32(0)))
+
+
+def _rank(weight, at, half: int, lanes: int):
+    """How many pairs come before pair ``at``: heavier ones, and as heavy ones of lower number."""
+    own = T.bind(splat(weight[at], lanes))
+    count = T.sblock_alloc_buffer((lanes,), "int32")
+    put(count, splat(T.int32(0), lanes), run(0, lanes))
+    with T.serial(half // lanes) as j:
+        other = T.bind(weight[run(j * lanes, lanes)])
+        tied = T.bitwise_and(other == own, run(j * lanes, lanes) < splat(at, lanes))
+        before = T.Select(T.bitwise_or(other > own, tied), splat(T.int32(1), lanes), splat(T.int32(0), lanes))
+        put(count, count[run(0, lanes)] + before, run(0, lanes))
+    total = count[0]
+    for i in range(1, lanes):
+        total = total + count[i]
+    return T.bind(total)
+
+
+class _KeyClasses:
+    """Widths of a page's channels where they are mixed: who gets which, and where their codes lie."""
+
+    def __init__(self, layout: KVLayout, num_heads: int) -> None:
+        self.layout, self.num_heads = layout, num_heads
+        self.half = layout.head_dim // 2
+
+    def choose(self, q, row, head, spread, levels, order, header) -> None:
+        """From the ranges ``spread[D]``: ``levels[D]``, ``order[D]`` (stored to channel) and the header."""
+        layout, half = self.layout, self.half
+        lanes = vector_lanes(half, 8)
+        weight = T.sblock_alloc_buffer((half,), "float32")
+        count = T.sblock_alloc_buffer((len(layout.k_classes),), "int32")
+        with T.serial(half) as p:
+            ranges = T.bind(spread[p] * spread[p]) + T.bind(spread[p + half] * spread[p + half])
+            put(weight, ranges * _energy_root(q, row, head, p, layout, self.num_heads), p)
+        for i in range(len(layout.k_classes)):
+            put(count, T.int32(0), i)
+        with T.serial(half) as p:
+            rank = _rank(weight, p, half, lanes)
+            end = start = 0
+            for i, (bits, channels) in enumerate(layout.k_classes):
+                start, end = end, end + channels // 2
+                with T.If(T.And(rank >= start, rank < end)), T.Then():
+                    at = T.bind((count[i] + start) * 2)
+                    for part in range(2):
+                        put(order, T.cast(p, "int32") + part * half, at + part)
+                        put(levels, T.float32(2**bits - 1), p + part * half)
+                    put(count, count[i] + 1, i)
+            wide, narrow = layout.k_classes[0][1] // 2, layout.k_classes[-1][1] // 2
+            put(header, T.cast(rank < wide, "uint32"), p + BASE_BITS)
+            put(header, T.cast(rank >= half - narrow, "uint32"), p + (BASE_BITS + half))
+
+
+def _seal_keys(pool, unit, kt, classes, queries, header, layout: KVLayout, lanes: int, red) -> None:
+    """Codes, scales and minimums of the keys ``kt[D * P]``, and the bits of the K header."""
+    dim, page = layout.head_dim, layout.page_size
     per_lane = page // K_LANES
+    mixed = len(layout.k_classes) > 1
     low = T.sblock_alloc_buffer((dim,), "float32")
+    spread = T.sblock_alloc_buffer((dim,), "float32")
+    levels = T.sblock_alloc_buffer((dim,), "float32")
+    order = T.sblock_alloc_buffer((dim,), "int32")
     inverse = T.sblock_alloc_buffer((dim,), "float32")
     log_code = T.sblock_alloc_buffer((dim,), "int32")
     top = T.sblock_alloc_buffer((1,), "int32")
@@ -54,12 +120,19 @@ def _seal_keys(pool, unit, kt, layout: KVLayout, lanes: int, red):
             x = T.bind(kt[run(d * page + v * lanes, lanes)])
             least, most = T.bind(T.min(least, x)), T.bind(T.max(most, x))
         minimum = T.bind(reduce_lanes(T.min, least, red, lanes) + T.float32(0))
-        need = (reduce_lanes(T.max, most, red, lanes) - minimum) / T.float32(2**bits - 1)
-        rounded_up = T.reinterpret("int32", need) + T.int32(0x7FFFF)
         put(low, minimum, d)
+        put(spread, reduce_lanes(T.max, most, red, lanes) - minimum, d)
+    if mixed:
+        classes.choose(*queries, spread, levels, order, header)
+    with T.serial(dim) as d:
+        need = spread[d] / (levels[d] if mixed else T.float32(2**layout.k_bits - 1))
+        rounded_up = T.reinterpret("int32", need) + T.int32(0x7FFFF)
         put(log_code, T.shift_right(rounded_up, T.int32(19)), d)
         put(top, T.max(top[0], T.shift_right(log_code[d], T.int32(4))), 0)
     base = T.bind(top[0] - T.int32(15 + EXPONENT_OFFSET))
+    for i in range(BASE_BITS):
+        bit = T.bitwise_and(T.shift_right(base, T.int32(i)), T.int32(1))
+        put(header, T.cast(bit, "uint32"), i)
     origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
     with T.serial(dim) as d:
         code = T.bind(T.max(log_code[d] - origin, T.int32(0)))
@@ -81,27 +154,57 @@ def _seal_keys(pool, unit, kt, layout: KVLayout, lanes: int, red):
             *unit,
             w + layout.k_min_offset,
         )
-    with T.serial(dim * per_lane // CODES_PER_CHUNK) as chunk:
-        for sub in range(K_LANES // lanes):
-            words: list = [None] * bits
-            for i in range(CODES_PER_CHUNK):
-                d = T.bind(chunk * (CODES_PER_CHUNK // per_lane) + i // per_lane)
-                x = kt[run(d * page + (i % per_lane) * K_LANES + sub * lanes, lanes)]
-                steps = rint((x - splat(low[d], lanes)) * splat(inverse[d], lanes), lanes)
-                steps = T.min(steps, constant(2**bits - 1, lanes))
-                codes = T.reinterpret(f"uint32x{lanes}", T.cast(steps, f"int32x{lanes}"))
-                _pack(words, i, bits, T.bind(codes), lanes)
-            for w in range(bits):
-                put(pool, words[w], *unit, run((chunk * bits + w) * K_LANES + sub * lanes, lanes))
-    return base
+    first_channel = first_word = 0
+    for bits, channels in layout.k_classes:
+        with T.serial(channels * per_lane // CODES_PER_CHUNK) as chunk:
+            for sub in range(K_LANES // lanes):
+                words: list = [None] * bits
+                for i in range(CODES_PER_CHUNK):
+                    stored = chunk * (CODES_PER_CHUNK // per_lane) + (i // per_lane + first_channel)
+                    d = T.bind(order[stored] if mixed else T.cast(stored, "int32"))
+                    x = kt[run(d * page + (i % per_lane) * K_LANES + sub * lanes, lanes)]
+                    steps = rint((x - splat(low[d], lanes)) * splat(inverse[d], lanes), lanes)
+                    steps = T.min(steps, constant(2**bits - 1, lanes))
+                    codes = T.reinterpret(f"uint32x{lanes}", T.cast(steps, f"int32x{lanes}"))
+                    _pack(words, i, bits, T.bind(codes), lanes)
+                for w in range(bits):
+                    at = run((chunk * bits + w) * K_LANES + sub * lanes + first_word, lanes)
+                    put(pool, words[w], *unit, at)
+        first_channel += channels
+        first_word += channels * page * bits // 32
 
 
-def _seal_values(pool, unit, v, base, layout: KVLayout, lanes: int, red) -> None:
-    """Codes and scales of the values ``v[P * D]``; the first scales carry ``base`` if there is one."""
+def _carry_header(header, carried, layout: KVLayout) -> None:
+    """Deal the header's bits out to the tokens: ``carried[P]`` holds the lowest bits of each V scale."""
+    page = layout.page_size
+    with T.serial(page) as t:
+        put(carried, T.uint32(0), t)
+    every, rest = divmod(layout.k_header_bits, page)
+    for place in range(every + (rest > 0)):
+        with T.serial(page if place < every else rest) as t:
+            bit = T.shift_left(header[t + place * page], T.uint32(place))
+            put(carried, T.bitwise_or(carried[t], bit), t)
+
+
+def _store_header(pool, unit, header, layout: KVLayout) -> None:
+    """Write the header to words of its own."""
+    for word in range(layout.unit_words - layout.k_header_offset):
+        packed = T.uint32(0)
+        for i in range(32 * word, min(32 * word + 32, layout.k_header_bits)):
+            packed = T.bind(T.bitwise_or(packed, T.shift_left(header[i], T.uint32(i % 32))))
+        put(pool, packed, *unit, layout.k_header_offset + word)
+
+
+def _seal_values(pool, unit, v, header, layout: KVLayout, lanes: int, red) -> None:
+    """Codes and scales of the values ``v[P * D]``; the scales carry the header if they are to."""
     dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
     half = 2 ** (bits - 1)
     inverse = T.sblock_alloc_buffer((page,), "float32")
     scale_bits = T.sblock_alloc_buffer((page,), "uint32")
+    carried = T.sblock_alloc_buffer((page,), "uint32")
+    if layout.header_in_v_scales:
+        _carry_header(header, carried, layout)
+    every, rest = divmod(layout.k_header_bits, page)
     with T.serial(page) as t:
         least = most = v[run(t * dim, lanes)]
         for j in range(1, dim // lanes):
@@ -114,10 +217,9 @@ def _seal_values(pool, unit, v, base, layout: KVLayout, lanes: int, red) -> None
         raw = T.bind(T.cast(T.reinterpret("uint16", scale), "uint32"))
         magnitude = T.max(T.bitwise_and(raw, T.uint32(0x7FFF)), T.uint32(2))
         word = T.bind(T.bitwise_or(magnitude, T.bitwise_and(raw, T.uint32(0x8000))))
-        if base is not None:
-            wanted = T.shift_right(T.cast(base, "uint32"), T.cast(T.min(t, BASE_BITS - 1), "uint32"))
-            differs = T.bitwise_and(T.bitwise_xor(word, wanted), T.uint32(1))
-            word = T.bind(word + T.Select(t < BASE_BITS, differs, T.uint32(0)))
+        if layout.header_in_v_scales:
+            mask = T.Select(t < rest, T.uint32(2 ** (every + 1) - 1), T.uint32(2**every - 1))
+            word = T.bind(word + T.bitwise_and(carried[t] - word, mask))
         put(scale_bits, word, t)
         stored = T.reinterpret("float16", T.cast(word, "uint16"))
         put(inverse, T.float32(1) / T.cast(stored, "float32"), t)
@@ -146,17 +248,19 @@ def _copy_raw(pool, unit, source, start, offset: int, layout: KVLayout, isa: Cpu
         put(pool, T.reinterpret(f"uint32x{words}", row), *unit, run(j * words + offset, words))
 
 
-def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
+def kv_seal(layout: KVLayout, num_heads: int, isa: CpuIsa) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: kv_open, kv_workspace, plan_counts ``int32[4]``, seal_tasks ``int32[., 2]``
-    (row page, pool page), layer, and kv_pool (written in place).
+    Arguments of the kernel: q ``float32[n, Hq, D]`` as ``kv_append`` left it, kv_open, kv_workspace,
+    plan_counts ``int32[4]``, seal_tasks ``int32[., 3]`` (row page, pool page, row of the page's last token),
+    layer, and kv_pool (written in place).
     """
     kv_heads, layers = layout.num_kv_heads, layout.num_layers
+    classes = _KeyClasses(layout, num_heads)
     k_lanes = isa.lanes
     v_lanes = vector_lanes(layout.head_dim, isa.lanes)
 
-    def seal_head(task, kv_open, kv_workspace, num_open, tasks, layer, pool):
+    def seal_head(task, q, kv_open, kv_workspace, num_open, tasks, layer, pool):
         head = T.bind(T.truncmod(task, T.int32(kv_heads)))
         at = T.bind(T.truncdiv(task, T.int32(kv_heads)))
         source = T.bind(T.cast(tasks[at, 0], "int64"))
@@ -180,18 +284,20 @@ def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
                 with T.Else():
                     one(kv_workspace, (source - num_open, head))
 
-        base = None
+        header = T.sblock_alloc_buffer((max(1, layout.k_header_bits),), "uint32")
         load(0, 0)
         if layout.k_bits is not None:
-            base = _seal_keys(pool, unit, x, layout, k_lanes, red)
+            queries = (q, T.bind(T.cast(tasks[at, 2], "int64")), head)
+            _seal_keys(pool, unit, x, classes, queries, header, layout, k_lanes, red)
+            if not layout.header_in_v_scales:
+                _store_header(pool, unit, header, layout)
         load(1, layout.v_offset)
         if layout.v_bits is not None:
-            _seal_values(pool, unit, x, base, layout, v_lanes, red)
-        elif base is not None:
-            put(pool, T.cast(base, "uint32"), *unit, layout.k_base_offset)
+            _seal_values(pool, unit, x, header, layout, v_lanes, red)
 
     @T.prim_func(s_tir=True, private=True)
     def kv_seal(
+        q_h: T.handle,
         open_h: T.handle,
         workspace_h: T.handle,
         counts: T.Buffer((4,), "int32"),
@@ -204,13 +310,15 @@ def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
         num_open = T.int64()
         num_workspace = T.int64()
         num_tasks = T.int64()
+        n = T.int64()
+        q = T.match_buffer(q_h, (n, num_heads, layout.head_dim), "float32")
         kv_open = T.match_buffer(
             open_h, (num_open, layers, kv_heads, 2, layout.values_per_unit), layout.row_dtype
         )
         kv_workspace = T.match_buffer(
             workspace_h, (num_workspace, kv_heads, 2, layout.values_per_unit), layout.row_dtype
         )
-        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        tasks = T.match_buffer(tasks_h, (num_tasks, 3), "int32")
         pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
         if counts[0] > 0:
             for task in T.parallel(counts[0] * kv_heads):
@@ -218,7 +326,7 @@ def kv_seal(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
                     vt = T.axis.spatial(counts[0] * kv_heads, task)
                     T.reads()
                     T.writes()
-                    seal_head(vt, kv_open, kv_workspace, num_open, tasks, layer, pool)
+                    seal_head(vt, q, kv_open, kv_workspace, num_open, tasks, layer, pool)
 
     return kv_seal
 

@@ -38,17 +38,43 @@ class PageBlocks:
         count = self.tokens // K_LANES
         return range(block * count, (block + 1) * count)
 
+    def header_bit(self, pool, unit, index: int):
+        """Bit ``index`` of a sealed page's K header, int32."""
+        layout = self.layout
+        if layout.header_in_v_scales:
+            token, place = index % self.page, index // self.page
+            word = pool[(*unit, layout.v_scale_offset + token // 2)]
+            shift = 16 * (token % 2) + place
+        else:
+            word = pool[(*unit, layout.k_header_offset + index // 32)]
+            shift = index % 32
+        return T.cast(T.bitwise_and(T.shift_right(word, T.uint32(shift)), T.uint32(1)), "int32")
+
+    def load_key_pairs(self, pool, unit, pairs) -> None:
+        """Pairs of channels in the order in which a sealed page stores them, where widths are mixed.
+
+        The pairs of class ``i`` of ``layout.k_classes`` start at ``self.first_pair(i)`` of ``pairs``.
+        """
+        half = self.dim // 2
+        count = [T.int32(0)] * 3
+        for pair in range(half):
+            wider = T.bind(self.header_bit(pool, unit, BASE_BITS + pair))
+            narrower = T.bind(self.header_bit(pool, unit, BASE_BITS + half + pair))
+            # Stored in all classes, counted in one: the next pair overwrites it in the others.
+            for i, own in enumerate((wider, T.int32(1) - wider - narrower, narrower)):
+                put(pairs, T.int32(pair), count[i] + self.first_pair(i))
+                count[i] = T.bind(count[i] + own)
+
+    def first_pair(self, index: int) -> int:
+        """Where a class starts in the list of pairs; there is room for one pair too many in each."""
+        return sum(channels // 2 + 1 for _, channels in self.layout.k_classes[:index])
+
     def load_key_scales(self, pool, unit, scale, minimum) -> None:
         """Scales and minimums of a sealed page's channels, float32 ``[D]`` each."""
         layout = self.layout
-        if layout.base_in_v_scales:
-            base = T.int32(0)
-            for i in range(BASE_BITS):
-                word = pool[(*unit, layout.v_scale_offset + i // 2)]
-                bit = T.bitwise_and(T.shift_right(word, T.uint32(16 * (i % 2))), T.uint32(1))
-                base = T.bitwise_or(base, T.shift_left(T.cast(bit, "int32"), T.int32(i)))
-        else:
-            base = T.cast(pool[(*unit, layout.k_base_offset)], "int32")
+        base = T.int32(0)
+        for i in range(BASE_BITS):
+            base = T.bitwise_or(base, T.shift_left(self.header_bit(pool, unit, i), T.int32(i)))
         origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
         with T.serial(self.dim // 8) as j:
             code = T.reinterpret("uint8x8", pool[(*unit, run(j * 2 + layout.k_scale_offset, 2))])
@@ -71,26 +97,42 @@ class PageBlocks:
         with T.serial(extent // 8) as j:
             put(buffer, constant(value, 8), run(j * 8, 8))
 
-    def load_keys(self, pool, unit, block: int, buf) -> None:
+    def load_keys(self, pool, unit, pairs, block: int, buf) -> None:
         """Key codes (or raw keys) of a block of a sealed page into ``buf[D * tokens]``."""
-        lanes, bits = self.lanes, self.layout.k_bits
-        if bits is None:
+        lanes = self.lanes
+        if self.layout.k_bits is None:
             with T.serial(self.dim) as d, T.serial(self.tokens // lanes) as j:
                 start = d * self.page + block * self.tokens + j * lanes
                 put(buf, self._raw(pool, unit, start, 0), run(d * self.tokens + j * lanes, lanes))
             return
+        first_word = 0
+        for index, (bits, channels) in enumerate(self.layout.k_classes):
+            self._load_class(pool, unit, pairs, block, buf, index, first_word)
+            first_word += channels * self.page * bits // 32
+
+    def _load_class(self, pool, unit, pairs, block: int, buf, index: int, first_word: int) -> None:
+        """The channels of one class, whose codes start at ``first_word``."""
+        lanes, (bits, channels) = self.lanes, self.layout.k_classes[index]
         per_lane, groups = self.page // K_LANES, self._token_groups(block)
-        with T.serial(self.dim * per_lane // CODES_PER_CHUNK) as chunk:
+        in_chunk = CODES_PER_CHUNK // per_lane
+        with T.serial(channels // in_chunk) as chunk:
+            if len(self.layout.k_classes) == 1:
+                where = [chunk * in_chunk + i for i in range(in_chunk)]
+            else:
+                listed = [
+                    T.bind(pairs[chunk * (in_chunk // 2) + i + self.first_pair(index)])
+                    for i in range(in_chunk // 2)
+                ]
+                where = [listed[i // 2] + i % 2 * (self.dim // 2) for i in range(in_chunk)]
             for sub in range(K_LANES // lanes):
                 words = [
-                    T.bind(pool[(*unit, run((chunk * bits + w) * K_LANES + sub * lanes, lanes))])
+                    T.bind(pool[(*unit, run((chunk * bits + w) * K_LANES + sub * lanes + first_word, lanes))])
                     for w in range(bits)
                 ]
-                for channel in range(CODES_PER_CHUNK // per_lane):
-                    d = chunk * (CODES_PER_CHUNK // per_lane) + channel
+                for channel in range(in_chunk):
                     for q in groups:
                         code = extract_code(words.__getitem__, channel * per_lane + q, bits, lanes)
-                        at = d * self.tokens + (q - groups.start) * K_LANES + sub * lanes
+                        at = where[channel] * self.tokens + (q - groups.start) * K_LANES + sub * lanes
                         put(buf, code_to_float(code, lanes), run(at, lanes))
 
     def load_values(self, pool, unit, block: int, buf) -> None:

@@ -167,7 +167,7 @@ class _Kernel:
         if self.group % self.heads:
             body(self.group // self.heads * self.heads, self.group % self.heads)
 
-    def load_scales(self, is_own, pool, unit, following, k_scale, k_minimum, v_scale) -> None:
+    def load_scales(self, is_own, pool, unit, following, pairs, k_scale, k_minimum, v_scale) -> None:
         """Scales and minimums of a page, 1 and 0 where it has none. Asks for the page that follows."""
         layout, pages = self.layout, self.pages
         with T.If(is_own):
@@ -182,6 +182,8 @@ class _Kernel:
                     pages.fill(k_minimum, self.dim, 0.0)
                 else:
                     pages.load_key_scales(pool, unit, k_scale, k_minimum)
+                if len(layout.k_classes) > 1:
+                    pages.load_key_pairs(pool, unit, pairs)
                 if layout.v_bits is None:
                     pages.fill(v_scale, self.page, 1.0)
                 else:
@@ -269,6 +271,7 @@ class _Kernel:
         buf = T.sblock_alloc_buffer((self.tokens * self.dim,), "float32")
         k_scale, k_minimum = (T.sblock_alloc_buffer((self.dim,), "float32") for _ in range(2))
         v_scale = T.sblock_alloc_buffer((self.page,), "float32")
+        pairs = T.sblock_alloc_buffer((self.pages.first_pair(len(layout.k_classes)),), "int32")
         query = T.sblock_alloc_buffer((group, self.dim + 1), "float32")
         scores = T.sblock_alloc_buffer((states, self.page), "float32")
         red = T.sblock_alloc_buffer((lanes,), "float32")
@@ -301,7 +304,7 @@ class _Kernel:
 
                 unit = (pool_page(j), layer, head)
                 following = (pool_page(T.min(j + 1, own_page - 1)), layer, head)
-                self.load_scales(is_own, pool, unit, following, k_scale, k_minimum, v_scale)
+                self.load_scales(is_own, pool, unit, following, pairs, k_scale, k_minimum, v_scale)
                 rows = (kv_open, kv_workspace, num_open)
 
                 def load(part: int, block: int) -> None:
@@ -310,8 +313,10 @@ class _Kernel:
                         with T.Then():
                             self.pages.load_own(rows, own, layer, head, part, block, buf)
                         with T.Else():
-                            sealed = self.pages.load_values if part else self.pages.load_keys
-                            sealed(pool, unit, block, buf)
+                            if part == 0:
+                                self.pages.load_keys(pool, unit, pairs, block, buf)
+                            else:
+                                self.pages.load_values(pool, unit, block, buf)
 
                 def seen(i):
                     own_tokens = T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1

@@ -128,16 +128,16 @@ def extract_code(word, index, bits, lanes):
     word : callable
         ``word(i)`` gives the uint32 vector of word ``i`` of the chunk.
     """
-    if bits == 3 and index >= 30:
+    per_word = 32 // bits
+    if index >= per_word * bits:  # a code that lies across the top bits of all words
         code = None
-        for i in range(3):
+        for i in range(bits):
             bit = T.bitwise_and(
                 T.shift_right(word(i), splat(T.uint32(index), lanes)), splat(T.uint32(1), lanes)
             )
             bit = T.shift_left(bit, splat(T.uint32(i), lanes)) if i else bit
             code = bit if code is None else T.bitwise_or(code, bit)
         return code
-    per_word = 10 if bits == 3 else 32 // bits
     at, shift = divmod(index, per_word)
     shifted = T.shift_right(word(at), splat(T.uint32(shift * bits), lanes)) if shift else word(at)
     if (shift + 1) * bits == 32:
@@ -147,9 +147,9 @@ def extract_code(word, index, bits, lanes):
 
 def place_code(index, bits):
     """Where code ``index`` of a chunk goes: ``(word, source bit or None, shift)`` triples."""
-    if bits == 3 and index >= 30:
-        return [(w, w, index) for w in range(3)]
-    per_word = 10 if bits == 3 else 32 // bits
+    per_word = 32 // bits
+    if index >= per_word * bits:
+        return [(w, w, index) for w in range(bits)]
     return [(index // per_word, None, bits * (index % per_word))]
 
 

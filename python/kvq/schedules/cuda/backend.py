@@ -39,8 +39,8 @@ class CudaKernels:
     ) -> tirx.PrimFunc:
         return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype)
 
-    def kv_seal(self, layout: KVLayout) -> tirx.PrimFunc:
-        return kv_seal.kv_seal(layout)
+    def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
+        return kv_seal.kv_seal(layout, num_heads)
 
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return tile_attention.tile_attention(layout, num_heads, dtype)
