@@ -122,7 +122,7 @@ def run(driver: Driver, answer: Answer[Whole, Part], options: CommonOptions) -> 
 
 
 def _stream(driver: Driver, answer: Answer[Whole, Part], options: CommonOptions) -> Iterator[Part]:
-    with contextlib.closing(driver.run(answer.requests)) as pieces:  # type: ignore[type-var]
+    with contextlib.closing(driver.run(answer.requests)) as pieces:
         for index, piece in pieces:
             part = answer.feed(index, piece)
             if part is not None:

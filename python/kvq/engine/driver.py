@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from kvq.engine.core import EngineCore
 from kvq.engine.request import EngineStats, Piece, Request
@@ -27,7 +27,7 @@ class Driver:
         """Refuse what can never run; raises ConfigError."""
         self.core.check(request)
 
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Piece]]:
+    def run(self, requests: Sequence[Request]) -> Generator[tuple[int, Piece], None, None]:
         """Run requests at once: the index of a request and its next piece, in the order of the steps.
 
         The last piece of each has a finish reason. Closing the iterator cancels what still runs and frees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,17 +119,17 @@ class Engine(EngineHost):
         texts: list[list[str]] = [[] for _ in requests]
         tokens: list[list[SampledToken]] = [[] for _ in requests]
         found: dict[int, Generation] = {}
-        for index, piece in self._driver.run(requests):
-            texts[index].append(piece.text)
-            if piece.token is not None:
-                tokens[index].append(piece.token)
-            if piece.error is not None:
-                raise EngineError(f"prompt {index}: {piece.error}")
-            if piece.finish_reason is not None:
-                assert piece.stats is not None
-                found[index] = Generation(
-                    "".join(texts[index]), tokens[index], piece.finish_reason, piece.stats
-                )
+        with contextlib.closing(self._driver.run(requests)) as pieces:
+            for index, piece in pieces:
+                texts[index].append(piece.text)
+                if piece.token is not None:
+                    tokens[index].append(piece.token)
+                if piece.error is not None:
+                    raise EngineError(f"prompt {index}: {piece.error}")
+                if piece.finish_reason is not None:
+                    assert piece.stats is not None
+                    text = "".join(texts[index])
+                    found[index] = Generation(text, tokens[index], piece.finish_reason, piece.stats)
         return [found[index] for index in range(len(requests))]
 
     def reset(self) -> None:

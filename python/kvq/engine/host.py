@@ -23,7 +23,7 @@ class EngineHost:
     quantization, kv_quantization : str, optional
         Schemes of weights and cache; what the model has by default, ``q4f16kv`` for a checkpoint.
     context_window_size, prefill_chunk_size : int, optional
-        Most tokens of a sequence, and rows of a step.
+        Most tokens of a sequence, and rows of a step (512 on a CPU, where several requests may share it).
     max_num_sequence : int, optional
         Requests that run at once; further ones wait.
     memory : str or int, optional

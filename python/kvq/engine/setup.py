@@ -21,6 +21,8 @@ from kvq.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvq")
 
+#: Rows of a step where nothing is said and requests share steps on a CPU: whoever decodes waits for a chunk.
+SHARED_CHUNK = 512
 #: Part of the available memory that ``server`` takes when nothing is said.
 DEFAULT_UTILIZATION = 0.85
 
@@ -93,6 +95,8 @@ def set_up(
         context_window_size=options.context_window_size,
         prefill_chunk_size=options.prefill_chunk_size,
     )
+    if options.prefill_chunk_size is None and options.mode != "interactive" and options.device == "cpu":
+        chunk = min(chunk, SHARED_CHUNK)
     shape, plan = fit_cache(
         meta.model,
         meta.layout,
