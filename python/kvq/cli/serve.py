@@ -20,6 +20,7 @@ def add_parser(subparsers: Any) -> None:
     """Add the command to ``kvq``."""
     parser = subparsers.add_parser(
         NAME,
+        usage="kvq serve [options] MODEL",
         help="an OpenAI-compatible server for many users",
         description="Serve a model from any stage over OpenAI's protocol; a status page is at /.",
         epilog=_EXAMPLE,
