@@ -17,7 +17,7 @@ from kvq.config import ChatConfig
 from kvq.convert import convert_weight
 from kvq.engine import Engine
 from kvq.errors import CacheError, KvqError, LibraryError, OutOfMemoryError
-from kvq.memory import plan_memory
+from kvq.memory import parse_size, plan_memory
 from kvq.quantization.scheme import resolve
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel, load_model
@@ -182,6 +182,53 @@ def test_engine_from_a_checkpoint(
     assert chunks[-1].choices[0].finish_reason == "length" and engine.last_request.completion_tokens == 8
     whole = engine.chat.completions.create(messages=messages)
     assert whole.usage.total_tokens <= CONTEXT and engine.stats().faults == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_sequence": 40},
+        {"memory": "40MB"},
+        {"memory": 30_000_000, "mode": "interactive"},
+        {"gpu_memory_utilization": 0.001, "max_num_sequence": 3},
+        {"mode": "server", "context_window_size": 256},
+    ],
+)
+def test_what_is_allocated_is_what_was_planned(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(kvq.engine.setup, "available_memory", lambda: 50_000_000_000)
+    engine = Engine(pair, **options)
+    sizes, plan = engine.allocated_bytes(), engine.plan
+    assert sizes["weights"] == plan.weights_bytes
+    assert (sizes["pool"], sizes["open"]) == (plan.kv_sealed_bytes, plan.kv_open_bytes)
+    assert sizes["workspace"] + sizes["scratch"] + sizes["faults"] == plan.kv_workspace_bytes
+    if "memory" in options:
+        assert 0 <= parse_size(str(options["memory"])) - plan.total_bytes < engine.model.layout.page_bytes
+    stats = engine.stats()
+    assert stats.total_pages * 64 == plan.max_tokens
+    assert stats.max_running == options.get("max_num_sequence", stats.max_running)
+    answers = engine.generate([tokens(70, i) for i in range(5)], max_tokens=10, ignore_eos=True)
+    assert [answer.finish_reason for answer in answers] == ["length"] * 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": "1GB", "gpu_memory_utilization": 0.5}, "exclude each other"),
+        ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization 1.5 makes no sense"),
+        ({"mode": "fast"}, "--mode 'fast' is unknown"),
+        ({"max_num_sequence": 1000, "model_lib": True}, "--max-num-sequence 1000 is outside 1"),
+        ({"memory": "1MB"}, "are needed and 976.6 KiB are there; the largest term is activation_bytes"),
+        ({"memory": "twelve"}, "'twelve' is not a size"),
+    ],
+)
+def test_memory_options_that_cannot_be_met_are_refused(
+    pair: Path, options: dict[str, Any], message: str
+) -> None:
+    if "model_lib" in options:
+        options = {**options, "model_lib": pair / "lib.so"}
+    refused(KvqError, message, lambda: Engine(pair, **options))
 
 
 def test_an_engine_that_does_not_fit_is_refused_before_it_allocates(
