@@ -8,6 +8,7 @@ import numpy as np
 
 from kvq.eval.codecs import Codec
 from kvq.layout import KVLayout
+from kvq.quantization.kv_codec import seal_unit, unpack_unit
 from kvq.runtime.loaded_model import LoadedModel
 
 _SEQUENCE = 0
@@ -99,14 +100,7 @@ class CodecPrefiller(CompiledPrefiller):
         return np.concatenate(parts)
 
     def _recode(self, page: int) -> None:
-        layout, units = (
-            self.layout,
-            self._pool[page].view(self.layout.row_dtype),
-        )  # [layer, head, rows of K and V]
-        half = layout.values_per_unit
-        k = np.swapaxes(
-            units[..., :half].reshape(*units.shape[:-1], layout.head_dim, layout.page_size), -1, -2
-        )
-        v = units[..., half:].reshape(*units.shape[:-1], layout.page_size, layout.head_dim)
-        new_k, new_v = self._codec.round_trip(np.ascontiguousarray(k, np.float32), v.astype(np.float32))
-        k[...], v[...] = new_k, new_v
+        rows = unpack_unit(self._pool[page], self.layout)
+        k, v = self._codec.round_trip(rows["k"], rows["v"])
+        dtype = self.layout.row_dtype
+        self._pool[page] = seal_unit(k.astype(dtype), v.astype(dtype), self.layout)
