@@ -11,11 +11,13 @@ import pytest
 from kvq.compare import Comparison
 from kvq.errors import ConfigError
 from kvq.eval.codecs import PEERS, peer_codec
+from kvq.eval.codecs.own import OwnCodec
 from kvq.eval.codecs.vllm import gaussian_codebook
 from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller
 from kvq.eval.perplexity import score
 from kvq.eval.run import parse_columns
 from kvq.quantization.kv_codec import hadamard, unpack_unit
+from kvq.quantization.scheme import KVQuantization
 from tiny_llama import TinyLlama
 
 PAGE, DIM = 64, 64
@@ -132,7 +134,7 @@ def test_outlier_channels_of_keys_hurt_tokens_not_channels() -> None:
     quiet[::16] = False
     per_channel, per_token, rotated = (
         error(PEERS[name].round_trip(k, v)[0][..., quiet], k[..., quiet])
-        for name in ("kvq-int4", "lmdeploy-int4", "vllm-int4")
+        for name in ("kvq-int4-even", "lmdeploy-int4", "vllm-int4")
     )
     assert per_channel < 0.01
     assert per_token > 50 * per_channel
@@ -153,16 +155,16 @@ def test_columns() -> None:
 def test_a_simulated_row_is_what_the_library_does(
     tmp_path: Path, build_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """kvq's int3 through its codec against the library compiled for it: the same pages, the same loss."""
+    """A scheme through its codec against the library compiled for it: the same pages, the same loss."""
     monkeypatch.setenv("KVQ_CACHE", str(build_cache))
     case = TinyLlama(seed=20, gqa=3, head_dim=64)
     checkpoint = case.write(tmp_path / "model")
-    comparison = Comparison(str(checkpoint), "q0f32", ["float32", "int3", "float32"], "O1")
-    exact, int3, simulated = comparison.load(300, 100)
+    comparison = Comparison(str(checkpoint), "q0f32", ["float32", "k=int8:v=int2", "float32"], "O1")
+    exact, quantized, simulated = comparison.load(300, 100)
     prefillers = [
         CompiledPrefiller(exact),
-        CompiledPrefiller(int3),
-        CodecPrefiller(simulated, PEERS["kvq-int3"]),
+        CompiledPrefiller(quantized),
+        CodecPrefiller(simulated, OwnCodec(KVQuantization("int8", "int2"))),
     ]
     scores = score(prefillers, case.prompt(300), window=300, stride=300, chunk=100)
     (_, library, codec) = scores
@@ -173,7 +175,7 @@ def test_a_simulated_row_is_what_the_library_does(
     # The first layer reads no cache, so it holds the same rows; V is rotated in another order of additions.
     pages = [
         unpack_unit(np.from_dlpack(model.tensors.pool)[list(model.cache.sequence(0).pages), 0], model.layout)
-        for model in (int3, simulated)
+        for model in (quantized, simulated)
     ]
     assert len(pages[0]["k"]) == 4
     assert pages[1]["k"] == pytest.approx(pages[0]["k"], abs=1e-6)
@@ -185,4 +187,4 @@ def test_a_codec_needs_rows(tmp_path: Path, build_cache: Path, monkeypatch: pyte
     checkpoint = TinyLlama(seed=20, gqa=3, head_dim=64).write(tmp_path / "model")
     (int3,) = Comparison(str(checkpoint), "q0f32", ["int3"], "O1").load(64, 64)
     with pytest.raises(ValueError, match="rows"):
-        CodecPrefiller(int3, PEERS["kvq-int3"])
+        CodecPrefiller(int3, PEERS["kvq-int8"])

@@ -99,12 +99,17 @@ def relative_error(found: np.ndarray, exact: np.ndarray, axes: tuple[int, ...]) 
     return np.sqrt(error / np.where(size > 0, size, 1.0))
 
 
-def through_format(k: np.ndarray, v: np.ndarray, layout: KVLayout) -> tuple[np.ndarray, np.ndarray]:
-    """Exact keys and values, float32 ``[..., page_size, head_dim]``, as the format gives them back."""
+def through_format(
+    k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Exact keys and values, float32 ``[..., page_size, head_dim]``, as the format gives them back.
+
+    ``widths`` are those of the key codes, int32 ``[..., head_dim]``; by default the ranges alone decide them.
+    """
     rotated = v @ hadamard(layout.head_dim) if layout.v_bits else v
     dtype = np.dtype(layout.row_dtype)
     decoded = unpack_unit(
-        seal_unit(sanitize(k).astype(dtype), sanitize(rotated).astype(dtype), layout), layout
+        seal_unit(sanitize(k).astype(dtype), sanitize(rotated).astype(dtype), layout, widths), layout
     )
     return decoded["k"], decoded["v_unrotated"]
 
@@ -158,12 +163,14 @@ def inspect_prompt(
         logits = unquantized.step([(_SEQUENCE, 1)], ids[-1:])
     _prefill(quantized, ids, chunk)
     exact = unpack_unit(sealed_pages(unquantized, _SEQUENCE), unquantized.layout)
-    format_k, format_v = through_format(exact["k"], exact["v"], quantized.layout)
+    decoded = unpack_unit(sealed_pages(quantized, _SEQUENCE), quantized.layout)
+    # Queries chose the widths. The format is asked what it does with the same choice.
+    format_k, format_v = through_format(exact["k"], exact["v"], quantized.layout, decoded.get("k_widths"))
     return Inspection(
         layout=quantized.layout,
         tokens=np.array(ids, np.int32),
         num_prompt=num_prompt,
-        decoded=unpack_unit(sealed_pages(quantized, _SEQUENCE), quantized.layout),
+        decoded=decoded,
         exact_k=exact["k"],
         exact_v=exact["v"],
         format_k=format_k,

@@ -16,17 +16,21 @@ class OwnCodec:
     """A scheme of kvq's through its numpy reference; satisfies :class:`kvq.eval.codecs.base.Codec`."""
 
     kv: KVQuantization
+    mixed_keys: bool = True
     page_size: int = 64
 
     @property
     def name(self) -> str:
         """Name of the format, after ``peer:`` on the command line."""
-        return f"kvq-{self.kv}"
+        return f"kvq-{self.kv}" + ("" if self.mixed_keys else "-even")
 
     @property
     def description(self) -> str:
         """The format in a line."""
-        return f"kvq's {self.kv} by its numpy reference"
+        if self.kv.k == "int8":
+            return f"kvq's {self.kv} by its numpy reference"
+        widths = "widths of keys by their ranges, without queries" if self.mixed_keys else "keys of one width"
+        return f"kvq's {self.kv} by its numpy reference, {widths}"
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits stored per cached value, scales included; the mean of K and V."""
@@ -37,7 +41,11 @@ class OwnCodec:
         return through_format(k, v, self._layout(k.shape[-1], k.shape[-2]))
 
     def _layout(self, head_dim: int, page_size: int) -> KVLayout:
-        return KVLayout(1, 1, head_dim, self.kv.k_bits, self.kv.v_bits, page_size)
+        kv = self.kv
+        return KVLayout(1, 1, head_dim, kv.k_bits, kv.v_bits, page_size, mixed_keys=self.mixed_keys)
 
 
-CODECS = tuple(OwnCodec(KVQuantization(name, name)) for name in ("int8", "int4", "int3"))
+CODECS = (
+    OwnCodec(KVQuantization("int8", "int8")),
+    *(OwnCodec(KVQuantization(name, name), mixed) for name in ("int4", "int3") for mixed in (True, False)),
+)
