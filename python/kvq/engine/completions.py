@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from kvq.config import ChatConfig
@@ -56,8 +56,8 @@ class Completions:
         EngineError
             If the engine had to end an answer.
         """
-        prompt = prompt if isinstance(prompt, str) else list(prompt)
-        asked = parse_options(TextOptions, {"prompt": prompt, "stream": stream, **options})
+        given = {"prompt": _plain(prompt), "stream": stream, **options}
+        asked = parse_options(TextOptions, given)
         return run(self._driver, self.ask.text(asked), asked)
 
 
@@ -100,7 +100,7 @@ class ChatCompletions:
         EngineError
             If the engine had to end an answer.
         """
-        given = {"messages": list(messages), "stream": stream, **options}
+        given = {"messages": _plain(messages), "stream": stream, **options}
         asked = parse_options(ChatOptions, given)
         return run(self._driver, self._ask.chat(asked), asked)
 
@@ -110,6 +110,11 @@ class Chat:
 
     def __init__(self, completions: Completions) -> None:
         self.completions = ChatCompletions(completions)
+
+
+def _plain(values: Any) -> Any:
+    """Any sequence, arrays among them, as the list that JSON would bring."""
+    return list(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
 
 
 def run(driver: Driver, answer: Answer[Whole, Part], options: CommonOptions) -> Whole | Iterator[Part]:
