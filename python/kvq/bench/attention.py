@@ -22,7 +22,7 @@ import tvm
 import tvm_ffi
 
 from kvq.bench.attention_case import AttentionCase
-from kvq.bench.attention_peers import peer_times
+from kvq.bench.attention_peers import PEERS, PeerCase, check_peers, peer_times
 from kvq.bench.cuda_graph import Driver
 from kvq.errors import ConfigError, LibraryError
 from kvq.layout import KVLayout
@@ -285,6 +285,7 @@ def bench_attention(
     LibraryError
         If there is no CUDA device, or a kernel computes something else.
     """
+    check_peers(peers)
     device = Device.open("cuda")
     driver = Driver()
     multiprocessors = int(device.handle.multi_processor_count)
@@ -303,13 +304,16 @@ def bench_attention(
                 raise LibraryError(f"attention over {kv} at {shape} is wrong: relative error {error:.1e}")
             times, size = run.times(driver), case.cache_bytes
             figures.append(Figure.of(str(kv), shape, geometry, times, size, copy_rate, error))
-    for name in peers:
+    heads = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
+    for label, peer, bits in (entry for name in peers for entry in PEERS[name]):
         for shape in shapes:
-            report(f"{name} {shape}")
+            report(f"{label} {shape}")
             lengths = shape.lengths(page_size)
-            heads = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
-            size = 4 * geometry.num_kv_heads * geometry.head_dim * sum(lengths)
-            times = peer_times(name, lengths, heads, copies_for(size), page_size, LAUNCHES, REPLAYS)
+            values = 2 * geometry.num_kv_heads * geometry.head_dim * sum(lengths)
+            size = int(values * bits(geometry.head_dim) / 8)
+            times = peer_times(
+                peer, PeerCase(lengths, *heads, copies_for(size), page_size), LAUNCHES, REPLAYS
+            )
             if times:
-                figures.append(Figure.of(f"{name} fp16", shape, geometry, times, size, copy_rate))
+                figures.append(Figure.of(label, shape, geometry, times, size, copy_rate))
     return figures, copy_rate

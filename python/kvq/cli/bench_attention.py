@@ -40,7 +40,7 @@ def add_kind(kinds: Any) -> None:
     parser.add_argument("--head-dim", metavar="N", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--page-size", metavar="N", type=int, default=64, help="default: %(default)s")
     parser.add_argument(
-        "--peer", metavar="LIST", help="other libraries, if they are installed: torch, flashinfer"
+        "--peer", metavar="LIST", help="other libraries, if they are installed: torch, flashinfer, lmdeploy"
     )
     parser.add_argument(
         "--kernels", metavar="DIR", help="where compiled kernels are kept (default: a new folder)"
