@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from kvq.engine.core import Output
 from kvq.engine.host import EngineHost
@@ -49,7 +49,7 @@ class AsyncEngine(EngineHost):
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncIterator[Piece]:
+    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
         """Pieces of an answer; the last one has a finish reason.
 
         Closing the iterator, or cancelling the task, cancels the request; its pages are free before the next

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -77,12 +78,13 @@ class Metrics:
             registry=self.registry,
         )
 
-    async def observe(self, pieces: AsyncIterator[Piece]) -> AsyncGenerator[Piece, None]:
-        """The same pieces, their times noted."""
+    async def observe(self, pieces: AsyncGenerator[Piece, None]) -> AsyncGenerator[Piece, None]:
+        """The same pieces, their times noted. Closing it closes their source."""
         last, first = time.perf_counter(), True
-        async for piece in pieces:
-            if piece.token is not None:
-                now = time.perf_counter()
-                (self._first if first else self._next).observe(now - last)
-                last, first = now, False
-            yield piece
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                if piece.token is not None:
+                    now = time.perf_counter()
+                    (self._first if first else self._next).observe(now - last)
+                    last, first = now, False
+                yield piece
