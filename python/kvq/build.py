@@ -30,6 +30,7 @@ from kvq.cache_dir import default_cache_dir
 from kvq.config import CHAT_CONFIG_NAME, ChatConfig
 from kvq.cpu_features import detect
 from kvq.errors import ConfigError, LibraryError
+from kvq.gpu_features import cuda_archs
 from kvq.model_source import resolve_model
 from kvq.quantization.scheme import resolve
 
@@ -230,12 +231,16 @@ class _Builder:
             "kvq": [__version__, _source_digest()],
             "tvm": version("apache-tvm"),
             "device": self.device,
-            "machine": [platform.system(), platform.machine(), *sorted(detect())],
+            "machine": [platform.system(), platform.machine(), *self._features()],
             "opt": self.opt or DEFAULT_OPT,
             "more": more,
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return f"{weights}-{kv.replace('=', '').replace(':', '-')}-{digest[:12]}"
+
+    def _features(self) -> list[str]:
+        """What a library is compiled for."""
+        return list(cuda_archs()) if self.device == "cuda" else sorted(detect())
 
     def _make(self, entry: Path, build: Callable[[Path], None]) -> None:
         """Build a directory unless it is there; under a lock, and visible only when it is whole."""

@@ -8,6 +8,7 @@ NAME = "compile"
 
 _EXAMPLE = """example:
   kvq compile dist/smollm2/mlc-chat-config.json --opt O2 -o dist/smollm2/lib.so
+  kvq compile dist/smollm2 --device cuda --cuda-arch sm_80,sm_90 -o dist/smollm2/lib-cuda.so
 """
 
 
@@ -22,7 +23,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("config", help="mlc-chat-config.json, or the directory that holds it")
     parser.add_argument("-o", "--output", help="library to write (default: lib.so beside the configuration)")
-    parser.add_argument("--device", default="cpu", help="what to compile for: cpu")
+    parser.add_argument("--device", default="cpu", help="what to compile for: cpu or cuda")
+    parser.add_argument(
+        "--cuda-arch",
+        metavar="LIST",
+        help="GPU architectures, e.g. sm_80,sm_90 (default: this machine's, or sm_80,sm_89,sm_90)",
+    )
     parser.add_argument(
         "--opt", default="O2", help="O0 plain code, O1 exact activations, O2 int8 activations, O3 as O2"
     )
@@ -43,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         config,
         args.output or directory / "lib.so",
         device=args.device,
+        cuda_arch=args.cuda_arch,
         opt=args.opt,
         overrides=args.overrides,
         debug_dump=args.debug_dump,

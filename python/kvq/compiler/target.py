@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ from tvm.ir.transform import Pass
 
 from kvq.cpu_features import detect
 from kvq.errors import CompileError
+from kvq.gpu_features import OLDEST_CUDA_ARCH, cuda_archs
 from kvq.schedules.backend import Kernels
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.vector import CpuIsa
@@ -202,29 +201,17 @@ def cuda_target(archs: str | None = None) -> CudaTarget:
         For a name that is no architecture, or one without the instructions the kernels need.
     """
     if archs is None:
-        return CudaTarget(_local_cuda_archs() or DEFAULT_CUDA_ARCHS)
+        return CudaTarget(cuda_archs() or DEFAULT_CUDA_ARCHS)
     found: dict[str, int] = {}
     for name in archs.split(","):
         matched = re.fullmatch(r"sm_(\d{2,3})[af]?", name.strip())
-        if matched is None or int(matched.group(1)) < 80:
+        if matched is None or int(matched.group(1)) < OLDEST_CUDA_ARCH:
             raise CompileError(
                 f"--cuda-arch {name.strip()!r} cannot be compiled for: use sm_80 (Ampere) or newer, "
                 f"e.g. {','.join(DEFAULT_CUDA_ARCHS)}"
             )
         found[name.strip()] = int(matched.group(1))
     return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))))
-
-
-def _local_cuda_archs() -> tuple[str, ...]:
-    """Architectures of this machine's GPUs, empty where there are none."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ()
-    query = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False)
-    numbers = re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
-    archs = sorted({(int(major), int(minor)) for major, minor in numbers} - {(0, 0)})
-    return tuple(f"sm_{major}{minor}" for major, minor in archs if major >= 8)
 
 
 def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTarget:

@@ -46,8 +46,8 @@ class Device:
             If the name is unknown, or there is no such device here.
         """
         if name == "cpu":
-            # Read once, when TVM starts its threads. Its own guess takes half of a virtual machine's cores, and
-            # threads bound to cores wait for whatever else runs there: steps then take twice as long.
+            # Read once, when TVM starts its threads. Its own guess takes half of a virtual machine's cores,
+            # and threads bound to cores wait for whatever else runs there: steps then take twice as long.
             os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
             os.environ.setdefault("TVM_BIND_THREADS", "0")
             return cls(name, tvm.cpu())

@@ -1,8 +1,8 @@
 """The arrays of a step as tensors on the library's device.
 
-On the CPU the plan's arrays are the tensors, wrapped without a copy. To a GPU everything that a step says goes
-in one copy: the real parts of all arrays lie one after another in one buffer, and tensors are views of it.
-Lists then have the length that counts, since a kernel on a GPU starts one block for each entry.
+On the CPU the plan's arrays are the tensors, wrapped without a copy. To a GPU everything that a step says
+goes in one copy: the real parts of all arrays lie one after another in one buffer, and tensors are views of
+it. Lists then have the length that counts, since a kernel on a GPU starts one block for each entry.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tvm
 import tvm_ffi
 
 from kvq.runtime.device import Device
+from kvq.runtime.dlpack_view import Int32View
 from kvq.runtime.step_plan import StepPlan, aligned_zeros
 
 #: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
@@ -131,6 +132,7 @@ class DeviceSteps:
         room = sum(array.size for array in arrays) + 6 * plan.max_rows + 16 * _ALIGNMENT
         self._staging = aligned_zeros((room,), np.int32)
         self._buffer = tvm.runtime.empty((room,), "int32", device.handle)
+        self._views: dict[tuple[int, tuple[int, ...]], Int32View] = {}
         self._faults: Any = None
 
     def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
@@ -150,7 +152,7 @@ class DeviceSteps:
         return self._faults.numpy().sum(axis=0)
 
     def _upload(self, *first: np.ndarray) -> list[Any]:
-        """Copy ``first`` and the plan's arrays to the device in one piece; their views."""
+        """Copy ``first`` and the plan's arrays to the device in one piece; their tensors."""
         plan, rows = self.plan, self.plan.num_rows
         seals, carries, tasks, merges = (max(1, int(count)) for count in plan.plan_counts)
         arrays = [
@@ -158,22 +160,33 @@ class DeviceSteps:
             plan.kv_faults[:rows],
             plan.positions[:rows],
             plan.append_slots[:rows],
-            plan.page_table[: max(1, plan.table_entries)],
             plan.plan_counts,
             plan.seal_tasks[:seals],
             plan.carry_tasks[:carries],
             plan.attention_tasks[:tasks],
             plan.merge_tasks[:merges],
+            # last and rounded up, so that a step of decode like the one before has the same views
+            plan.page_table[: _aligned(plan.table_entries)],
         ]
         starts, used = [], 0
         for array in arrays:
             starts.append(used)
             self._staging[used : used + array.size] = array.reshape(-1)
-            used += -(-array.size // _ALIGNMENT) * _ALIGNMENT
+            used += _aligned(array.size)
         self._buffer._create_view((used,)).copyfrom(self._staging[:used])
-        views = [
-            self._buffer._create_view(array.shape, relative_byte_offset=4 * start)
-            for array, start in zip(arrays, starts, strict=True)
-        ]
-        self._faults = views[len(first)]
-        return views
+        if len(self._views) > MAX_KEPT_VIEWS * len(arrays):
+            self._views.clear()
+        tensors = [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
+        self._faults = tensors[len(first)]
+        tensors.insert(len(first) + 3, tensors.pop())  # the page table comes first of the lists
+        return tensors
+
+    def _view(self, start: int, shape: tuple[int, ...]) -> Any:
+        view = self._views.get((start, shape))
+        if view is None:
+            view = self._views[start, shape] = Int32View(self._buffer, start, shape)
+        return view.tensor
+
+
+def _aligned(count: int) -> int:
+    return max(1, -(-count // _ALIGNMENT)) * _ALIGNMENT

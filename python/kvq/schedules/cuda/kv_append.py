@@ -43,7 +43,7 @@ class WarpRow:
             put(self.x, T.float32(0), e)
 
     def load(self, qkv, rope, row, head, rotary_dim: int) -> None:
-        """Read ``qkv[row, head]`` with RoPE on its first ``rotary_dim`` channels, pairs half of them apart."""
+        """Read ``qkv[row, head]``, its first ``rotary_dim`` channels rotated in pairs half of them apart."""
         half = rotary_dim // 2
         self.clear()
 

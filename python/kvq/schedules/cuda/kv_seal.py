@@ -127,7 +127,7 @@ def _seal_keys(layout: KVLayout, thread, row, write, shared):
 
 
 def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits) -> None:
-    """Codes and scales of the values ``row(i)``, ``[P, D]``; the first scales carry ``base`` if there is one."""
+    """Codes and scales of the values ``row(i)``, ``[P, D]``; the first scales carry ``base``, if any."""
     dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
     half = 2 ** (bits - 1)
     lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
@@ -178,12 +178,13 @@ def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits
     for_words(layout, bits, True, thread, code, lambda index, word: write(index + layout.v_offset, word))
 
 
-def kv_seal(layout: KVLayout) -> tirx.PrimFunc:
+def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: kv_open, kv_workspace, plan_counts ``int32[4]``, seal_tasks ``int32[., 2]``
-    (row page, pool page), layer, and kv_pool (written in place). One block for each entry of the list and
-    head; those beyond the count have nothing to do.
+    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_open, kv_workspace, plan_counts ``int32[4]``,
+    seal_tasks ``int32[., 3]`` (row page, pool page, row of the page's last token), layer, and kv_pool
+    (written in place). One block for each entry of the list and head; those beyond the count have nothing
+    to do. Keys have one width in this order of pages, so the queries are not read.
     """
     kv_heads, layers, dim, page = (
         layout.num_kv_heads,
@@ -205,31 +206,36 @@ def kv_seal(layout: KVLayout) -> tirx.PrimFunc:
         def write(index, word):
             put(pool, word, target, layer, head, index)
 
-        def write_page(rows, start):
-            def row(part):
-                return lambda i: rows[(*start, part, i)]
+        def row(part):
+            """A number of the row page, which is open or in the workspace."""
 
-            base = None
-            if layout.k_bits is None:
-                _raw_words(layout, False, thread, row(0), write)
-            else:
-                base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red))
-            if layout.v_bits is not None:
-                _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits)
-                return
-            _raw_words(layout, True, thread, row(1), lambda index, word: write(index + layout.v_offset, word))
-            for i in range(layout.unit_words - layout.k_base_offset):
-                word = T.cast(base, "uint32") if i == 0 else T.uint32(0)
-                when(thread == i, lambda i=i, word=word: write(layout.k_base_offset + i, word))
+            def number(i):
+                opened = kv_open[T.min(source, num_open - 1), layer, head, part, i]
+                return T.if_then_else(
+                    source < num_open, opened, kv_workspace[source - num_open, head, part, i]
+                )
 
-        with T.If(source < num_open):
-            with T.Then():
-                write_page(kv_open, (source, layer, head))
-            with T.Else():
-                write_page(kv_workspace, (source - num_open, head))
+            return number
+
+        def write_value(index, word):
+            write(index + layout.v_offset, word)
+
+        base = None
+        if layout.k_bits is None:
+            _raw_words(layout, False, thread, row(0), write)
+        else:
+            base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red))
+        if layout.v_bits is not None:
+            _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits)
+            return
+        _raw_words(layout, True, thread, row(1), write_value)
+        for i in range(layout.unit_words - layout.k_header_offset):
+            word = T.cast(base, "uint32") if i == 0 else T.uint32(0)
+            when(thread == i, lambda i=i, word=word: write(layout.k_header_offset + i, word))
 
     @T.prim_func(private=True)
     def kv_seal(
+        q_h: T.handle,
         open_h: T.handle,
         workspace_h: T.handle,
         counts: T.Buffer((4,), "int32"),
@@ -244,7 +250,9 @@ def kv_seal(layout: KVLayout) -> tirx.PrimFunc:
         num_tasks = T.int64()
         kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
         kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
-        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
+        tasks = T.match_buffer(tasks_h, (num_tasks, 3), "int32")
+        n = T.int64()
+        T.match_buffer(q_h, (n, num_heads, dim), "float32")
         pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
         T.device_entry()
         head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])

@@ -73,18 +73,19 @@ class _Tile:
         layout = self.layout
 
         def half_float(index, offset):
-            raw = T.shift_right(word(offset + T.shift_right(index, 1)), T.cast(index % 2 * 16, "uint32"))
+            pair = word(offset + T.shift_right(index, 1))
+            raw = T.shift_right(pair, T.cast(T.bitwise_and(index, 1) * 16, "uint32"))
             return T.cast(T.reinterpret("float16", T.cast(raw, "uint16")), "float32")
 
         if layout.k_bits is not None:
-            if layout.base_in_v_scales:
+            if layout.header_in_v_scales:
                 base = T.uint32(0)
                 for bit in range(BASE_BITS):
                     raw = T.shift_right(word(layout.v_scale_offset + bit // 2), T.uint32(bit % 2 * 16))
                     lowest = T.bitwise_and(raw, T.uint32(1))
                     base = T.bitwise_or(base, T.shift_left(lowest, T.uint32(bit)))
             else:
-                base = T.bitwise_and(word(layout.k_base_offset), T.uint32(255))
+                base = T.bitwise_and(word(layout.k_header_offset), T.uint32(255))
             origin = T.bind((T.cast(base, "int32") + EXPONENT_OFFSET) * 16)
 
             def channel(d):
@@ -104,7 +105,7 @@ class _Tile:
                 lambda t: put(self.v_scale, half_float(t, layout.v_scale_offset), t),
             )
 
-    def each_value(self, block: int, body) -> None:
+    def each_value(self, block, body) -> None:
         """Emit ``body(token in the block, token in the page, channel)`` for a block of tokens."""
 
         def one(i):
@@ -113,7 +114,7 @@ class _Tile:
 
         for_threads(self.tokens * self.dim, self.thread, THREADS, one)
 
-    def load_sealed(self, part: int, block: int, word) -> None:
+    def load_sealed(self, part: int, block, word) -> None:
         """A block of keys (part 0) or values of a sealed page into ``buf``."""
         layout = self.layout
         bits = layout.v_bits if part else layout.k_bits
@@ -136,12 +137,13 @@ class _Tile:
 
         self.each_value(block, one)
 
-    def load_rows(self, part: int, block: int, row, seen) -> None:
+    def load_rows(self, part: int, block, row, seen) -> None:
         """A block of the own page, from ``row(part, index)``; zeros from token ``seen`` on."""
 
         def one(token, in_page, channel):
-            value = T.cast(row(part, in_page * self.dim + channel), "float32")
-            put(self.buf, T.if_then_else(in_page < seen, value, T.float32(0)), token, channel)
+            at = in_page * self.dim + channel
+            value = T.if_then_else(in_page < seen, T.cast(row(part, at), "float32"), T.float32(0))
+            put(self.buf, value, token, channel)
 
         self.each_value(block, one)
 
@@ -166,7 +168,7 @@ class _Tile:
         for r in range(count):
             put(self.scores, acc[r], first + r * step, token)
 
-    def softmax(self, block: int, is_own, seen) -> None:
+    def softmax(self, block, is_own, seen) -> None:
         """Scores to weights; ``seen(row)`` tokens of the own page count. A warp has a row, a lane a token."""
 
         def one(row):
@@ -244,7 +246,7 @@ class _Tile:
             for i in range(4):
                 put(self.acc, T.float32(0), r, i)
 
-    def attend(self, load, block: int, is_own, seen) -> None:
+    def attend(self, load, block, is_own, seen) -> None:
         """Add a block of tokens of a page; ``load(part)`` fills ``buf``."""
         sync()
         load(0)
@@ -296,9 +298,9 @@ class _Tile:
 def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table, plan_counts,
-    attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through), and out
-    ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the count
+    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table,
+    plan_counts, attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through),
+    and out ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the count
     have nothing to do.
     """
     kv_heads, layers, dim, page = (
@@ -322,40 +324,33 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
             local = T.min(T.truncdiv(row, tile.group), num_rows - 1)
             return T.bitwise_and(positions[first_row + local], page - 1) + 1
 
+        last = T.bind(seen(num_rows * tile.group - 1))
+
+        def row(part, i):
+            """A number of the own page, which is open or in the workspace."""
+            opened = kv_open[T.min(own, num_open - 1), layer, head, part, i]
+            return T.if_then_else(own < num_open, opened, kv_workspace[own - num_open, head, part, i])
+
         tile.start(q, first_row, num_rows, head)
-        with T.serial(own_page) as index:
-            entry = T.bind(T.cast(table[start + index], "int64"))
+        with T.serial(own_page + 1) as index:
+            is_own = T.bind(index == own_page)
+            entry = T.bind(T.cast(table[start + T.max(T.min(index, own_page - 1), 0)], "int64"))
 
             def word(i, entry=entry):
                 return pool[entry, layer, head, i]
 
             sync()
-            tile.load_scales(word)
-            for block in range(page // tile.tokens):
-                tile.attend(
-                    lambda part, block=block: tile.load_sealed(part, block, word),
-                    block,
-                    T.bool(False),
-                    seen,
-                )
-        last = T.bind(seen(num_rows * tile.group - 1))
+            when(T.Not(is_own), lambda: tile.load_scales(word))
+            with T.serial(page // tile.tokens) as block:
 
-        def own_rows(rows, where):
-            for block in range(page // tile.tokens):
-                tile.attend(
-                    lambda part, block=block: tile.load_rows(
-                        part, block, lambda p, i: rows[(*where, p, i)], last
-                    ),
-                    block,
-                    T.bool(True),
-                    seen,
-                )
+                def load(part, block=block, is_own=is_own):
+                    with T.If(is_own):
+                        with T.Then():
+                            tile.load_rows(part, block, row, last)
+                        with T.Else():
+                            tile.load_sealed(part, block, word)
 
-        with T.If(own < num_open):
-            with T.Then():
-                own_rows(kv_open, (own, layer, head))
-            with T.Else():
-                own_rows(kv_workspace, (own - num_open, head))
+                tile.attend(load, block, is_own, seen)
         tile.finish(out, first_row, num_rows, head)
 
     @T.prim_func(private=True)
@@ -389,8 +384,8 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
         positions = T.match_buffer(positions_h, (n,), "int32")
         table = T.match_buffer(table_h, (table_size,), "int32")
         tasks = T.match_buffer(tasks_h, (num_tasks, 7), "int32")
-        merges = T.match_buffer(merges_h, (num_merges, 3), "int32")
-        scratch = T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
+        T.match_buffer(merges_h, (num_merges, 3), "int32")
+        T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
         out = T.match_buffer(out_h, (n, num_heads, dim), dtype)
         T.device_entry()
         head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])

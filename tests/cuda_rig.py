@@ -1,0 +1,115 @@
+"""Kernels on a GPU, for tests: compiled where TVM has its compiler, else read from ``$KVQ_CUDA_KERNELS``.
+
+``python tests/cuda_rig.py DIRECTORY [sm_90,...]`` writes the libraries that the tests need to a directory: a
+machine with a GPU then needs neither compiler nor nvcc, only the runtime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tvm
+
+from kernel_rig import CacheRig
+from kvq.errors import LibraryError
+from kvq.layout import KVLayout
+from kvq.runtime.device import Device
+
+
+@cache
+def gpu() -> Any:
+    """The GPU's handle, or None where there is none."""
+    try:
+        return Device.open("cuda").handle
+    except LibraryError:
+        return None
+
+
+def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
+    return tvm.runtime.tensor(np.ascontiguousarray(array), gpu())
+
+
+@cache
+def directory() -> Path:
+    return Path(os.environ.get("KVQ_CUDA_KERNELS") or tempfile.mkdtemp(prefix="kvq-cuda-"))
+
+
+def _path(name: str, arguments: tuple[Any, ...], suffix: str) -> Path:
+    key = hashlib.sha256(repr((name, arguments)).encode()).hexdigest()[:12]
+    return directory() / f"{name}-{key}.{suffix}"
+
+
+@cache
+def kernel(name: str, *arguments: Any) -> Any:
+    """The kernel that the backend's method ``name`` makes of the arguments."""
+    path = _path(name, arguments, "so")
+    if not path.exists():
+        build(path, name, arguments)
+    return tvm.runtime.load_module(str(path))["main"]
+
+
+def build(path: Path, name: str, arguments: tuple[Any, ...], archs: str | None = None) -> None:
+    """Compile the kernel to a library."""
+    from kvq.compiler.link import link_shared
+    from kvq.compiler.target import cuda_target
+
+    target = cuda_target(archs)
+    func = getattr(target.kernels, name)(*arguments).with_attr("global_symbol", "main")
+    built = tvm.compile(tvm.IRModule({"main": func}), target=target.target, tir_pipeline=target.tir_pipeline)
+    built.mod.export_library(str(path), fcompile=link_shared, fpack_imports=target.pack_imports)
+
+
+@cache
+def attention_shape(layout: KVLayout, num_heads: int) -> tuple[int, int, int]:
+    """Pages of a split, rows of a tile and extra floats of a scratch slot."""
+    path = _path("attention_shape", (layout, num_heads), "json")
+    if not path.exists():
+        from kvq.schedules.cuda.backend import CudaKernels
+
+        shape = CudaKernels().attention_shape(layout, num_heads)
+        path.write_text(json.dumps([shape.split_pages, shape.tile_rows, shape.scratch_extra]))
+    split_pages, tile_rows, extra = json.loads(path.read_text())
+    return split_pages, tile_rows, extra
+
+
+class CudaCacheRig(CacheRig):
+    """The rig's steps on the GPU."""
+
+    def __init__(self, layout: KVLayout, group: int, **options: Any) -> None:
+        self.device = gpu()
+        super().__init__(layout, group, **{"threads": 132, "slots": 0, **options})
+
+    def build_kernels(self, opt: str):
+        layout, heads = self.layout, self.num_heads
+        return cache_kernels(layout, heads), attention_shape(layout, heads)
+
+
+def cache_kernels(layout: KVLayout, heads: int) -> tuple[Any, ...]:
+    """The kernels of a cache, in the order in which a step calls them."""
+    return (
+        kernel("kv_append", layout, heads, layout.head_dim, layout.head_dim**-0.5, "float32"),
+        kernel("kv_seal", layout, heads),
+        kernel("paged_attention", layout, heads, "float32"),
+        kernel("kv_carry", layout),
+    )
+
+
+if __name__ == "__main__":
+    os.environ["KVQ_CUDA_KERNELS"] = sys.argv[1]
+    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    from test_cuda_kernels import NEEDED, RIGS
+
+    for name, *arguments in NEEDED:
+        path = _path(name, tuple(arguments), "so")
+        if not path.exists():
+            build(path, name, tuple(arguments), *sys.argv[2:])
+    for layout, heads in RIGS:
+        attention_shape(layout, heads)
