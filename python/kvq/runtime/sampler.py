@@ -173,8 +173,8 @@ class Sampler:
         weights = np.exp(scaled, dtype=np.float32)
         total = float(weights.sum(dtype=np.float64))
         ids = self._candidates(weights, total)
-        kept = weights[ids].astype(np.float64)
-        end = len(ids) if not p.top_k else min(p.top_k, len(ids))
+        kept = (weights if ids is None else weights[ids]).astype(np.float64)
+        end = len(kept) if not p.top_k else min(p.top_k, len(kept))
         if p.min_p:
             end = min(end, int(np.searchsorted(-kept, -p.min_p * kept[0], side="right")))
         cumulative = np.cumsum(kept[:end])
@@ -182,16 +182,17 @@ class Sampler:
             end = min(end, int(np.searchsorted(cumulative, p.top_p * total)) + 1)
         bits = np.random.Philox(key=self._key, counter=[position, 0, 0, 0])
         point = np.random.Generator(bits).random() * cumulative[end - 1]
-        return int(ids[min(end - 1, int(np.searchsorted(cumulative[:end], point, side="right")))])
+        drawn = min(end - 1, int(np.searchsorted(cumulative[:end], point, side="right")))
+        return drawn if ids is None else int(ids[drawn])
 
-    def _candidates(self, weights: np.ndarray, total: float) -> np.ndarray:
+    def _candidates(self, weights: np.ndarray, total: float) -> np.ndarray | None:
         """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice.
 
-        Where nothing is cut off, order is of no use and sorting is spared.
+        None where nothing is cut off: then all of them as they stand, since order is of no use.
         """
         p = self.params
         if p.top_p == 1 and not p.min_p and not p.top_k:
-            return np.arange(len(weights))
+            return None
         for count in _FIRST_CANDIDATES:
             if len(weights) <= count:
                 break
@@ -207,10 +208,13 @@ class Sampler:
 
     @staticmethod
     def _with_logprobs(token: int, logits: np.ndarray, count: int) -> SampledToken:
-        shifted = logits.astype(np.float64) - float(logits.max())
-        logprobs = shifted - np.log(np.exp(shifted).sum())
-        likeliest = np.argpartition(-logprobs, min(count, len(logprobs) - 1))[:count]
-        likeliest = likeliest[np.argsort(-logprobs[likeliest], kind="stable")]
+        count = min(count, len(logits))
+        top = logits.max()
+        total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
+        likeliest = (
+            np.flatnonzero(logits >= np.partition(logits, -count)[-count]) if count else np.empty(0, int)
+        )
+        likeliest = likeliest[np.argsort(-logits[likeliest], kind="stable")][:count]
         return SampledToken(
-            token, float(logprobs[token]), tuple((int(i), float(logprobs[i])) for i in likeliest)
+            token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in likeliest)
         )
