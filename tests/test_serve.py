@@ -99,6 +99,16 @@ def test_deltas_carry_only_what_is_new(served: Served) -> None:
     assert "tool_calls" not in served.chat("hi", max_tokens=3).json()["choices"][0]["message"]
 
 
+def test_an_event_is_one_line_whatever_the_answer_holds(served: Served) -> None:
+    served.model.script = {3: 0x85, 4: 0x0B, 5: 0x0A}
+    try:
+        response = served.text("abc", max_tokens=3, stream=True)
+    finally:
+        served.model.script = {}
+    lines = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert [line["choices"][0]["text"] for line in lines] == ["\x85", "\x0b", "\n"]
+
+
 def test_a_prefix_hit_is_told(served: Served) -> None:
     prompt = "p" * 100
     first = served.text(prompt, max_tokens=2).json()

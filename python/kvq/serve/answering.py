@@ -25,6 +25,9 @@ Generate = Callable[[Request], AsyncGenerator[Piece, None]]
 
 _Result = TypeVar("_Result")
 
+#: JSON lets these stand in a string; clients that split text into lines would break the event there.
+_LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
+
 
 async def run_all(generate: Generate, requests: list[Request]) -> AsyncGenerator[tuple[int, Piece], None]:
     """Run requests at once: index and piece, as they come. Closing the generator cancels all of them."""
@@ -93,7 +96,7 @@ async def events(
 
 
 def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+    return f"data: {data.translate(_LINE_ENDS)}\n\n"
 
 
 class EventStream(StreamingResponse):
