@@ -6,7 +6,8 @@
 # KERNELS is a directory of kernels compiled elsewhere, for a machine without TVM's compiler:
 #   python tests/cuda_attention.py compile KERNELS sm_90
 #   kvq bench attention --compile-only --cuda-arch sm_90 --kernels KERNELS
-# Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS the other libraries.
+# Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS the other libraries,
+# WORKERS the processes that run tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}"
@@ -22,7 +23,7 @@ tests=tests
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader
 
 echo "== tests"
-"$python" -m pytest -n 0 -q -m gpu -p no:cacheprovider "$tests" || failed=1
+"$python" -m pytest -n "${WORKERS:-0}" -q -m gpu -p no:cacheprovider "$tests" || failed=1
 
 sanitizer="$(command -v compute-sanitizer || true)"
 if [[ -n "$sanitizer" ]]; then
@@ -41,7 +42,10 @@ echo "== kvq bench attention"
 import json, sys
 
 for path in sys.argv[1:]:
-    data = json.load(open(path))
+    text = open(path).read()
+    if not text:
+        continue
+    data = json.loads(text)
     print(f"\n{path}: copy {data['copy_tb_per_s']:.2f} TB/s")
     for f in data["figures"]:
         error = "" if f["error"] is None else f"{f['error']:.0e}"

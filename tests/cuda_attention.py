@@ -1,6 +1,6 @@
 """Geometries of the decode kernels' tests, and a directory of their compiled kernels.
 
-``python tests/cuda_attention.py compile DIRECTORY [ARCHS]`` compiles them all, on a machine without a GPU too;
+``python tests/cuda_attention.py compile DIRECTORY [ARCHS]`` compiles them all, without a GPU too;
 ``$KVQ_KERNELS`` names the directory for the tests. ``run DIRECTORY`` launches a few on small shapes.
 """
 
@@ -53,15 +53,13 @@ def run_small(directory: Path) -> None:
     """A few launches of a few kernels, for compute-sanitizer."""
     from kvq.bench.attention import AttentionRun, load_kernel
     from kvq.bench.attention_case import AttentionCase
-    from kvq.runtime.decode_plan import DecodeDevice
     from kvq.runtime.device import Device
 
     device = Device.open("cuda")
     for name in ("int4", "int3", "fp16", "int4 group of 16"):
         shape, group = GEOMETRIES[name]
         kernel = load_kernel(directory, shape, group * shape.num_kv_heads)
-        plan = DecodeDevice.of(shape, kernel.num_heads, 40, kernel.warps)
-        case = AttentionCase(shape, kernel.num_heads, [1, 70, 200, 1000, 64], plan)
+        case = AttentionCase(shape, kernel.num_heads, [1, 70, 200, 3000, 64], kernel.device(10))
         run = AttentionRun(kernel, case, device)
         for _ in range(3):
             error = case.error(run.output(), samples=6)

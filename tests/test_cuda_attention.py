@@ -13,8 +13,9 @@ from kvq.runtime.decode_plan import DecodeDevice, plan_decode
 PAGE = 64
 
 
-def device(blocks=264, heads=8, warps=4) -> DecodeDevice:
-    return DecodeDevice(blocks, heads, 0.94, warps)
+def device(kv_heads=8) -> DecodeDevice:
+    """An H200 that runs the int4 kernel of Llama-3-8B."""
+    return DecodeDevice.of(layout(4, 4, kv_heads=kv_heads), 4 * kv_heads, 264, 4)
 
 
 def requests(lengths):
@@ -66,7 +67,7 @@ def test_a_long_row_among_short_ones_is_cut_and_goes_first():
 
 def test_the_case_answers_as_the_oracle_of_one_row():
     """Uniform keys: attention is the mean of the values, whatever the plan, pages and open rows are."""
-    case = AttentionCase(layout(4, 4), 8, [200, 65], device(heads=2))
+    case = AttentionCase(layout(4, 4), 8, [200, 65], device(2))
     case.q[:] = 0
     answer = case.answer(0, 1)
     assert answer.shape == (4, 128) and np.allclose(answer, answer[0])

@@ -12,15 +12,15 @@ from cuda_attention import GEOMETRIES
 
 pytestmark = pytest.mark.gpu
 
-#: Sequences of a step, and blocks that the plan believes to run at once.
+#: Sequences of a step, and multiprocessors that the plan believes in.
 STEPS = {
-    "one token": ([1], 264),
-    "around a page": ([17, 63, 64, 65, 128, 129], 264),
-    "ragged": ([int(n) for n in np.random.default_rng(1).integers(1, 1500, 35)], 264),
-    "more blocks than fit": ([int(n) for n in np.random.default_rng(2).integers(1, 900, 70)], 4000),
-    "one long sequence in parts": ([20000], 264),
-    "long and short": ([9000, 3, 700], 264),
-    "batch of 256": ([int(n) for n in np.random.default_rng(3).integers(1, 200, 256)], 264),
+    "one token": ([1], 132),
+    "around a page": ([17, 63, 64, 65, 128, 129], 132),
+    "ragged": ([int(n) for n in np.random.default_rng(1).integers(1, 1500, 35)], 132),
+    "more blocks than fit": ([int(n) for n in np.random.default_rng(2).integers(1, 900, 70)], 2000),
+    "one long sequence in parts": ([20000], 132),
+    "long and short": ([9000, 3, 700], 132),
+    "batch of 256": ([int(n) for n in np.random.default_rng(3).integers(1, 200, 256)], 132),
 }
 
 
@@ -44,26 +44,25 @@ def kernel(request, device, tmp_path_factory):
     return load_kernel(directory, layout, group * layout.num_kv_heads)
 
 
-def make_run(kernel, device, lengths, blocks, seed=0):
+def make_run(kernel, device, lengths, multiprocessors, seed=0):
     from kvq.bench.attention import AttentionRun
     from kvq.bench.attention_case import AttentionCase
-    from kvq.runtime.decode_plan import DecodeDevice
 
-    plan = DecodeDevice.of(kernel.layout, kernel.num_heads, blocks, kernel.warps)
+    plan = kernel.device(multiprocessors)
     return AttentionRun(kernel, AttentionCase(kernel.layout, kernel.num_heads, lengths, plan, seed), device)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda name: name.replace(" ", "-"))
 def test_equals_numpy(kernel, device, step):
-    lengths, blocks = STEPS[step]
-    run = make_run(kernel, device, lengths, blocks)
+    lengths, multiprocessors = STEPS[step]
+    run = make_run(kernel, device, lengths, multiprocessors)
     error = run.case.error(run.output(), samples=16)
     assert error <= 5e-3
 
 
 def test_every_launch_gives_the_same_bits(kernel, device):
     """Parts arrive in any order, and the next launch may start while this one runs: neither shows."""
-    run = make_run(kernel, device, [5000, 80, 1200, 64], 900, seed=5)
+    run = make_run(kernel, device, [5000, 80, 1200, 64], 450, seed=5)
     assert len(run.case.tasks) > 4
     first = run.output()
     assert run.case.error(first, samples=8) <= 5e-3

@@ -186,7 +186,7 @@ def compile_kernel(directory: Path, layout: KVLayout, num_heads: int, archs: str
     temporary = path.with_suffix(".new.so")
     built.export_library(str(temporary), fpack_imports=target.pack_imports)
     path.with_suffix(".json").write_text(
-        json.dumps({"warps": tuning.warps, "blocks_per_sm": tuning.blocks_per_sm, "archs": target.archs})
+        json.dumps({"warps": tuning.warps, "blocks_per_sm": tuning.blocks_per_sm})
     )
     temporary.replace(path.with_suffix(".so"))
 

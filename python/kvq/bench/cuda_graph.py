@@ -14,7 +14,7 @@ _CAPTURE_THREAD_LOCAL = 1
 
 
 class Driver:
-    """The few driver functions that a measurement needs, in the current context of a device.
+    """The few driver functions that a measurement needs, in the context of device 0 that TVM uses, too.
 
     Raises
     ------
@@ -27,6 +27,10 @@ class Driver:
             self._cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as error:
             raise LibraryError(f"no CUDA driver: {error}") from None
+        context = ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+        self._call("cuCtxSetCurrent", context)
         self.stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(self.stream), 1)
 
@@ -36,12 +40,6 @@ class Driver:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
             raise LibraryError(f"{name} failed: {(text.value or b'unknown error').decode()}")
-
-    def multiprocessors(self) -> int:
-        """Multiprocessors of device 0."""
-        value = ctypes.c_int()
-        self._call("cuDeviceGetAttribute", ctypes.byref(value), 16, 0)
-        return value.value
 
     def synchronize(self) -> None:
         """Wait for the stream."""

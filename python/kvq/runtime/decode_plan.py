@@ -15,10 +15,11 @@ from itertools import pairwise
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
-#: What a part costs beyond its pages, and what adding parts up costs, in pages.
-PART_UNITS, MERGE_UNITS = 4.0, 8.0
-#: How much faster than with all its neighbours a block runs alone.
-RATE = 2.0
+#: What a part costs beyond its pages, and what adding parts up costs: the time of reading so many bytes.
+PART_BYTES, MERGE_BYTES = 35_000, 70_000
+#: How much faster than with all its neighbours a block runs alone, for caches below so many bits a value:
+#: narrow codes keep a block's warps busy, wide ones its multiprocessor's share of the memory.
+RATES = ((4.0, 1.4), (9.0, 2.0), (99.0, 1.0))
 #: A plan this much longer than the ideal is taken as it is.
 GOOD_ENOUGH = 1.06
 #: Parts that are added up at once: a few more would cost another round.
@@ -31,31 +32,41 @@ DecodeTask = tuple[int, int, int, int, int, int, int, int]
 
 @dataclass(frozen=True)
 class DecodeDevice:
-    """What the plan needs to know of a device and a kernel.
+    """What the plan needs to know of a device and a kernel; work is counted in sealed pages.
 
     Attributes
     ----------
-    blocks : int
-        Blocks that run at once: multiprocessors times blocks that share one.
-    heads : int
-        Blocks of a task: KV heads, twice as many where a KV head serves more than 8 query heads.
-    tile_units : float
-        Work of a tile of 16 unsealed rows, in sealed pages.
+    columns : int
+        Tasks that run at once: a task is a block for each KV head, twice as many where one serves more than 8
+        query heads.
     warps : int
-        Warps of a block. It deals its pages to them in turn: parts are multiples of so many.
+        Warps of a block.
+    tile_work, part_work, merge_work : float
+        Work of a tile of 16 unsealed rows; of a part beyond its pages; of adding parts up.
+    rate : float
+        How much faster a block is alone.
     """
 
-    blocks: int
-    heads: int
-    tile_units: float
-    warps: int = 4
+    columns: int
+    warps: int
+    tile_work: float
+    part_work: float
+    merge_work: float
+    rate: float
 
     @staticmethod
-    def of(layout: KVLayout, num_heads: int, blocks: int, warps: int = 4) -> DecodeDevice:
-        """For a cache and a model, on a device that runs ``blocks`` blocks at once."""
-        group = num_heads // layout.num_kv_heads
-        tile = FRAGMENT_TILE * layout.head_dim * 4 / (layout.unit_words * 4)
-        return DecodeDevice(blocks, layout.num_kv_heads * -(-group // 8), tile, warps)
+    def of(layout: KVLayout, num_heads: int, blocks: int, warps: int) -> DecodeDevice:
+        """For a cache, a model, and a device that runs ``blocks`` blocks of a kernel at once."""
+        heads = layout.num_kv_heads * -(-(num_heads // layout.num_kv_heads) // 8)
+        size = layout.unit_words * 4
+        return DecodeDevice(
+            max(1, blocks // heads),
+            warps,
+            FRAGMENT_TILE * layout.head_dim * 4 / size,
+            PART_BYTES / size,
+            MERGE_BYTES / size,
+            next(rate for bits, rate in RATES if layout.bits_per_value < bits),
+        )
 
 
 def plan_decode(
@@ -75,7 +86,7 @@ def plan_decode(
     scratch_slots : int
         Partial results there is room for; rows stay whole when it is used up.
     """
-    sizes = [_units(position, page_size, device.tile_units) for _, _, position in rows]
+    sizes = [_units(position, page_size, device.tile_work) for _, _, position in rows]
     bounds = _best_bounds([position // page_size for _, _, position in rows], sizes, device)
     tasks: list[tuple[float, DecodeTask]] = []
     used = 0
@@ -95,17 +106,16 @@ def plan_decode(
 
 def _best_bounds(pages: Sequence[int], sizes: Sequence[float], device: DecodeDevice) -> list[list[int]]:
     """Bounds of the parts of each row: of a few ways to cut, the one that should be done first."""
-    columns = max(1, device.blocks // device.heads)
-    ideal = sum(sizes) / columns
+    ideal = sum(sizes) / device.columns
     best: list[list[int]] = []
     shortest = float("inf")
     for share in (None, 1, 2, 3):
         target = float("inf") if share is None else max(device.warps, ideal / share)
         bounds = [_bounds(n, size, target, device.warps) for n, size in zip(pages, sizes, strict=True)]
-        time = _makespan(bounds, sizes, columns)
+        time = _makespan(bounds, sizes, device)
         if time < shortest:
             best, shortest = bounds, time
-        if shortest < (ideal + PART_UNITS) * GOOD_ENOUGH:
+        if shortest < (ideal + device.part_work) * GOOD_ENOUGH:
             break
     return best
 
@@ -128,25 +138,26 @@ def _costs(bounds: Sequence[int], size: float) -> list[tuple[float, int, int]]:
     ]
 
 
-def _makespan(bounds: Sequence[Sequence[int]], sizes: Sequence[float], columns: int) -> float:
-    """When the last part is done, if each of ``columns`` takes the longest that is left.
+def _makespan(bounds: Sequence[Sequence[int]], sizes: Sequence[float], device: DecodeDevice) -> float:
+    """When the last part is done, if each column takes the longest that is left.
 
-    A block that has more of the memory to itself is up to ``RATE`` times as fast.
+    A block that has more of the memory to itself is up to ``rate`` times as fast.
     """
+    columns = device.columns
     costs = []
     for cuts, size in zip(bounds, sizes, strict=True):
-        overhead = PART_UNITS if len(cuts) == 2 else PART_UNITS + MERGE_UNITS
+        overhead = device.part_work + (device.merge_work if len(cuts) > 2 else 0)
         costs += [(cost, overhead) for cost, _, _ in _costs(cuts, size)]
     if len(costs) <= columns:
         longest, overhead = max(costs)
-        return max(longest / min(RATE, columns / len(costs)), sum(sizes) / columns) + overhead
+        return max(longest / min(device.rate, columns / len(costs)), sum(sizes) / columns) + overhead
     ends = [0.0] * columns
     for total in sorted((cost + overhead for cost, overhead in costs), reverse=True):
         heapq.heapreplace(ends, ends[0] + total)
     return max(ends)
 
 
-def _units(position: int, page_size: int, tile_units: float) -> float:
+def _units(position: int, page_size: int, tile_work: float) -> float:
     """Work of a row: its sealed pages, and its own page's tiles."""
     tiles = -(-(position % page_size + 1) // FRAGMENT_TILE)
-    return position // page_size + tiles * tile_units
+    return position // page_size + tiles * tile_work

@@ -160,8 +160,9 @@ class _Decode:
     def load_ids(self, ids, table, task, first_unit, lane) -> None:
         """Pool pages of the warp's next 32 units, one a lane."""
         index = T.truncdiv(first_unit + lane * self.tuning.warps, self.per_page)
-        index = T.max(T.min(index, task.sealed - 1), 0)
-        put(ids, table[task.table_start + index], 0)
+        put(ids, T.int32(0), 0)
+        with T.If(index < task.sealed), T.Then():
+            put(ids, table[task.table_start + index], 0)
 
     def start_copy(self, pool, ids, task, unit, number, ring, lane) -> None:
         """Start copying the warp's ``number``-th unit, ``unit`` of the task, into the stage at ``ring``."""

@@ -27,8 +27,8 @@ from .mma import (
 
 #: Floats between the heads' results in shared memory, beyond the head_dim: keeps banks apart.
 _PAD = 8
-#: Parts that are read ahead.
-_AHEAD = 16
+#: Parts that are read ahead, and floats of them that a lane can hold.
+_AHEAD, _AHEAD_FLOATS = 16, 128
 
 
 class Merge:
@@ -107,7 +107,7 @@ class Merge:
                     emit(T.ptx["fence.acq_rel.gpu"]())
                     with T.If(thread == 0), T.Then():
                         put(scratch, T.float32(0), task.first_slot, task.first_head, self.dim + 2)
-                    each_head(lambda head: self._add_parts(task, head, lane, scratch, out))
+                    self._add_parts(task, warp, lane, scratch, out)
 
     def _channels(self, lane):
         """(round, first channel of the lane's vector), for every round of vectors."""
@@ -152,54 +152,72 @@ class Merge:
                     put(values, values[r * self.width + i] + weight[w] * held[i], r * self.width + i)
         return values, sums[0], sums[1]
 
-    def _add_parts(self, task, head, lane, scratch, out) -> None:
-        """Add up the parts of a row, 32 at a time, and write it."""
-        query_head = T.bind(task.first_head + head)
+    def _add_parts(self, task, warp, lane, scratch, out) -> None:
+        """Add up the parts of a row, 32 at a time, and write it: all of the warp's heads at once."""
+        own = range(-(-self.heads // self.warps))
+        heads = [T.bind(T.min(warp + h * self.warps, task.heads - 1)) for h in own]
         count = self.rounds * self.width
-        held, fade = T.alloc_local([2], "float32"), T.alloc_local([1], "float32")
-        most, total, weight, peak = (T.alloc_local([1], "float32") for _ in range(4))
-        put(peak, T.float32("-inf"), 0)
-        put(total, T.float32(0), 0)
-        values = self._clear()
-        ahead = T.alloc_local([_AHEAD * count], "float32")
+        depth = max(4, min(_AHEAD, _AHEAD_FLOATS // (count * len(own))))
+        held = T.alloc_local([2 * len(own)], "float32")
+        most, total, weight, peak, fade = (T.alloc_local([len(own)], "float32") for _ in range(5))
+        values = T.alloc_local([count * len(own)], "float32")
+        ahead = T.alloc_local([depth * count * len(own)], "float32")
+        for h in own:
+            put(peak, T.float32("-inf"), h)
+            put(total, T.float32(0), h)
+            for i in range(count):
+                put(values, T.float32(0), h * count + i)
 
         def load(begin) -> None:
-            for k in range(_AHEAD):
-                slot = T.cast(task.first_slot + T.min(begin + k, task.parts - 1), "int64")
-                for r, channel in self._channels(lane):
-                    source = scratch.ptr_to([slot, query_head, channel])
-                    load_global(ahead, k * count + r * self.width, self.width, source, 0, "f32", ".cg")
+            for k in range(depth):
+                slot = T.bind(T.cast(task.first_slot + T.min(begin + k, task.parts - 1), "int64"))
+                for h in own:
+                    for r, channel in self._channels(lane):
+                        source = scratch.ptr_to([slot, task.first_head + heads[h], channel])
+                        at = (k * len(own) + h) * count + r * self.width
+                        load_global(ahead, at, self.width, source, 0, "f32", ".cg")
 
         with T.serial(T.truncdiv(task.parts + (WARP - 1), WARP)) as batch:
             begin = T.bind(batch * WARP)
-            put(held, T.float32("-inf"), 0)
-            put(held, T.float32(0), 1)
+            for h in own:
+                put(held, T.float32("-inf"), 2 * h)
+                put(held, T.float32(0), 2 * h + 1)
             with T.If(begin + lane < task.parts), T.Then():
-                slot = T.cast(task.first_slot + begin + lane, "int64")
-                load_global(held, 0, 2, scratch.ptr_to([slot, query_head, self.dim]), 0, "f32", ".cg")
+                slot = T.bind(T.cast(task.first_slot + begin + lane, "int64"))
+                for h in own:
+                    source = scratch.ptr_to([slot, task.first_head + heads[h], self.dim])
+                    load_global(held, 2 * h, 2, source, 0, "f32", ".cg")
             load(begin)
-            put(most, held[0], 0)
-            for mask in (1, 2, 4, 8, 16):
-                put(most, T.max(most[0], shuffle_xor(most[0], mask)), 0)
-            put(most, T.max(most[0], peak[0]), 0)
-            exp2(fade, 0, peak[0] - most[0])
-            put(peak, most[0], 0)
-            exp2(weight, 0, held[0] - most[0])
-            put(total, total[0] * fade[0] + weight[0] * held[1], 0)
-            for i in range(count):
-                put(values, values[i] * fade[0], i)
-            groups = T.bind(T.truncdiv(T.min(task.parts - begin, WARP) + (_AHEAD - 1), _AHEAD))
+            for h in own:
+                put(most, held[2 * h], h)
+                for mask in (1, 2, 4, 8, 16):
+                    put(most, T.max(most[h], shuffle_xor(most[h], mask)), h)
+                put(most, T.max(most[h], peak[h]), h)
+                exp2(fade, h, peak[h] - most[h])
+                put(peak, most[h], h)
+                exp2(weight, h, held[2 * h] - most[h])
+                put(total, total[h] * fade[h] + weight[h] * held[2 * h + 1], h)
+                for i in range(h * count, (h + 1) * count):
+                    put(values, values[i] * fade[h], i)
+            groups = T.bind(T.truncdiv(T.min(task.parts - begin, WARP) + (depth - 1), depth))
             with T.serial(groups) as group:
                 with T.If(group > 0), T.Then():
-                    load(begin + group * _AHEAD)
-                for k in range(_AHEAD):
-                    own = T.bind(shuffle(weight[0], group * _AHEAD + k))
-                    for r, _ in self._channels(lane):
-                        for i in range(r * self.width, (r + 1) * self.width):
-                            put(values, values[i] + own * ahead[k * count + i], i)
-        for mask in (1, 2, 4, 8, 16):
-            put(total, total[0] + shuffle_xor(total[0], mask), 0)
-        self._write(values, total[0], task, head, lane, out)
+                    load(begin + group * depth)
+                for k in range(depth):
+                    for h in own:
+                        share = T.bind(shuffle(weight[h], group * depth + k))
+                        for r, _ in self._channels(lane):
+                            for i in range(r * self.width, (r + 1) * self.width):
+                                part = ahead[(k * len(own) + h) * count + i]
+                                put(values, values[h * count + i] + share * part, h * count + i)
+        for h in own:
+            for mask in (1, 2, 4, 8, 16):
+                put(total, total[h] + shuffle_xor(total[h], mask), h)
+            with T.If(warp + h * self.warps < task.heads), T.Then():
+                result = T.alloc_local([count], "float32")
+                for i in range(count):
+                    put(result, values[h * count + i], i)
+                self._write(result, total[h], task, heads[h], lane, out)
 
     def _write(self, values, total, task, head, lane, out) -> None:
         """Divide by the sum, undo the rotation of V, and write the lane's channels."""
