@@ -74,7 +74,7 @@ def attention_shape(layout: KVLayout, num_heads: int) -> tuple[int, int, int]:
     if not path.exists():
         from kvq.schedules.cuda.backend import CudaKernels
 
-        shape = CudaKernels().attention_shape(layout, num_heads)
+        shape = CudaKernels(("sm_80",)).attention_shape(layout, num_heads)
         path.write_text(json.dumps([shape.split_pages, shape.tile_rows, shape.scratch_extra]))
     split_pages, tile_rows, extra = json.loads(path.read_text())
     return split_pages, tile_rows, extra

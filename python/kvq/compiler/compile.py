@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ def _build(
             "split_pages": shape.split_pages,
             "scratch_slots": shape.scratch_slots,
             "tile_rows": shape.tile_rows,
+            "decode": asdict(shape.decode) if shape.decode else None,
         },
         "context_window_size": config.context_window_size,
         "prefill_chunk_size": config.prefill_chunk_size,

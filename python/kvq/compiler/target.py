@@ -156,7 +156,7 @@ class CudaTarget:
     def kernels(self) -> Kernels:
         from kvq.schedules.cuda.backend import CudaKernels
 
-        return CudaKernels()
+        return CudaKernels(self.archs)
 
     @property
     def description(self) -> dict[str, Any]:

@@ -50,6 +50,10 @@ CACHE_PARAMETERS = (
     "attention_tasks",
     "merge_tasks",
 )
+#: int32 of an attention task, unless a kernel of its own for :data:`SINGLE_ROWS` wants more.
+TASK_FIELDS = 7
+#: Function whose rows are one of each sequence.
+SINGLE_ROWS = "decode"
 #: Those of them that a step changes and returns.
 CACHE_STATE = ("kv_pool", "kv_open", "kv_workspace")
 
@@ -160,6 +164,8 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self.mod, self.creation = mod, creation
         self.geometry, self.layout, self.backend = geometry, layout, kernels
+        self.shape = kernels.attention_shape(layout, geometry.num_heads)
+        self.single_rows = False
         self.kernels: dict[str, GlobalVar] = {}
         frequency, self.attention_factor = rope_parameters(
             geometry.rope_theta, geometry.rotary_dim or 2, geometry.rope_scaling, geometry.rope_scale
@@ -198,14 +204,13 @@ class _Rewriter(PyExprMutator):
             bb.emit_func_output(relax.Tuple(tensors))
         return bb.get()["create_paged_kv_cache"]
 
-    def cache_parameters(self, rows: tirx.PrimExpr) -> dict[str, relax.Var]:
+    def cache_parameters(self, rows: tirx.PrimExpr, task_fields: int) -> dict[str, relax.Var]:
         layout, geometry = self.layout, self.geometry
 
         def size(name: str) -> tirx.Var:
             return tirx.Var(name, "int64")
 
-        extra = self.backend.attention_shape(layout, geometry.num_heads).scratch_extra
-        scratch = (size("num_slots"), geometry.num_heads, geometry.head_dim + extra)
+        scratch = (size("num_slots"), geometry.num_heads, geometry.head_dim + self.shape.scratch_extra)
         types = {
             "kv_pool": (layout.pool_shape(size("num_pages")), "uint32"),
             "kv_open": (layout.open_shape(size("num_open")), layout.row_dtype),
@@ -218,7 +223,7 @@ class _Rewriter(PyExprMutator):
             "plan_counts": ((4,), "int32"),
             "seal_tasks": ((size("max_seals"), 3), "int32"),
             "carry_tasks": ((size("max_carries"), 2), "int32"),
-            "attention_tasks": ((size("max_tasks"), 7), "int32"),
+            "attention_tasks": ((size("max_tasks"), task_fields), "int32"),
             "merge_tasks": ((size("max_merges"), 3), "int32"),
         }
         return {name: relax.Var(name, relax.TensorType(*types[name])) for name in CACHE_PARAMETERS}
@@ -232,7 +237,9 @@ class _Rewriter(PyExprMutator):
             raise CompileError(f"function {name!r} must take one KV cache and attend to it")
         self.cache, self.rope = caches[0], None
         rows = attention[0].args[1].fields[3].ty.shape[0]
-        self.state = self.cache_parameters(rows)
+        self.single_rows = name == SINGLE_ROWS and self.shape.decode is not None
+        fields = self.shape.decode.task_fields if self.single_rows and self.shape.decode else TASK_FIELDS
+        self.state = self.cache_parameters(rows, fields)
         params: list[relax.Var] = []
         for p in func.params:
             params += list(self.state.values()) if p.same_as(self.cache) else [p]
@@ -308,7 +315,12 @@ class _Rewriter(PyExprMutator):
             [q, s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer],
             ["kv_pool"],
         )
-        attend = self.kernel("paged_attention", lambda: backend.paged_attention(layout, heads, dtype))
+        if self.single_rows:
+            attend = self.kernel(
+                "paged_attention_decode", lambda: backend.paged_attention_decode(layout, heads, dtype)
+            )
+        else:
+            attend = self.kernel("paged_attention", lambda: backend.paged_attention(layout, heads, dtype))
         # kv_open is only read here: it passes through so that the carry below cannot come earlier
         result = self.update(
             attend,

@@ -53,10 +53,10 @@ class LoadedModel:
         table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
         meta = self.metadata
         self.plan = StepPlan(
-            self.cache, self.max_rows, table, meta.split_pages, meta.scratch_slots, meta.tile_rows
+            self.cache, self.max_rows, table, meta.split_pages, meta.split_slots, meta.tile_rows
         )
         self.faults = np.zeros(2, np.int64)
-        self._steps = step_maker(self.plan, library.device)
+        self._steps = step_maker(self.plan, library.device, meta)
         kv = self.tensors
         self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch)
 

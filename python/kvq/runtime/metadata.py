@@ -31,6 +31,15 @@ class ParamSpec(TensorSpec):
 
 
 @dataclass(frozen=True)
+class DecodeSpec:
+    """How the attention of ``decode`` wants its work cut, where it has a kernel of its own."""
+
+    task_fields: int
+    blocks_per_sm: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class Metadata:
     """The metadata of ``docs/design.md``, typed."""
 
@@ -47,6 +56,7 @@ class Metadata:
     split_pages: int
     scratch_slots: int
     tile_rows: int
+    decode: DecodeSpec | None
     context_window_size: int
     prefill_chunk_size: int
     max_batch_size: int
@@ -57,6 +67,11 @@ class Metadata:
     def device(self) -> str:
         """Device that the library was compiled for, as ``--device`` names it."""
         return "cuda" if self.target.get("kind") == "cuda" else "cpu"
+
+    @property
+    def split_slots(self) -> int:
+        """Slots of the scratch that the plan may give to splits; a GPU's kernels split in their own way."""
+        return self.scratch_slots if self.device == "cpu" else 0
 
     @classmethod
     def parse(cls, text: str) -> Metadata:
@@ -79,6 +94,7 @@ class Metadata:
                 split_pages=data["attention"]["split_pages"],
                 scratch_slots=data["attention"]["scratch_slots"],
                 tile_rows=data["attention"]["tile_rows"],
+                decode=DecodeSpec(**data["attention"]["decode"]) if data["attention"]["decode"] else None,
                 raw_params=tuple(
                     TensorSpec(p["name"], tuple(p["shape"]), p["dtype"]) for p in data["raw_params"]
                 ),

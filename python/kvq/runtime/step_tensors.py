@@ -14,8 +14,10 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from kvq.runtime.decode_plan import DecodeDevice, plan_decode
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
+from kvq.runtime.metadata import Metadata
 from kvq.runtime.step_plan import StepPlan, aligned_zeros
 
 #: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
@@ -61,9 +63,9 @@ class StepMaker(Protocol):
         ...
 
 
-def step_maker(plan: StepPlan, device: Device) -> StepMaker:
-    """The maker for a device."""
-    return HostSteps(plan) if device.kind == "cpu" else DeviceSteps(plan, device)
+def step_maker(plan: StepPlan, device: Device, metadata: Metadata) -> StepMaker:
+    """The maker for a device and a library."""
+    return HostSteps(plan) if device.kind == "cpu" else DeviceSteps(plan, device, metadata)
 
 
 class HostSteps:
@@ -126,10 +128,17 @@ class HostSteps:
 class DeviceSteps:
     """Steps of a library for a GPU."""
 
-    def __init__(self, plan: StepPlan, device: Device) -> None:
-        self.plan, self.device = plan, device
+    def __init__(self, plan: StepPlan, device: Device, metadata: Metadata) -> None:
+        self.plan, self.device, self.metadata = plan, device, metadata
+        self._decode: DecodeDevice | None = None
+        if spec := metadata.decode:
+            blocks = device.threads * spec.blocks_per_sm
+            heads = metadata.model.num_attention_heads
+            self._decode = DecodeDevice.of(metadata.layout, heads, blocks, spec.warps)
         arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
         room = sum(array.size for array in arrays) + 6 * plan.max_rows + 16 * _ALIGNMENT
+        if metadata.decode:
+            room += metadata.decode.task_fields * (plan.max_rows + metadata.scratch_slots)
         self._staging = aligned_zeros((room,), np.int32)
         self._buffer = tvm.runtime.empty((room,), "int32", device.handle)
         self._views: dict[tuple[int, tuple[int, ...]], Int32View] = {}
@@ -138,32 +147,47 @@ class DeviceSteps:
     def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
         """Tensors of the planned step, for the library's ``prefill``."""
         row_ids, wanted, faults, *rest = self._upload(
-            np.asarray(ids, np.int32)[None], np.asarray(logit_rows, np.int32)
+            self._tasks(), np.asarray(ids, np.int32)[None], np.asarray(logit_rows, np.int32)
         )
         return StepTensors(row_ids, wanted, faults, rest[0], rest[1], tuple(rest[2:]))
 
     def decode(self, ids: Sequence[int]) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
-        column_ids, faults, *rest = self._upload(np.asarray(ids, np.int32)[:, None])
+        tasks = self._tasks() if self._decode is None else self._decode_tasks(self._decode)
+        column_ids, faults, *rest = self._upload(tasks, np.asarray(ids, np.int32)[:, None])
         return StepTensors(column_ids, None, faults, rest[0], rest[1], tuple(rest[2:]))
 
     def faults(self) -> np.ndarray:
         """NaNs replaced and values saturated by the step that ran."""
         return self._faults.numpy().sum(axis=0)
 
-    def _upload(self, *first: np.ndarray) -> list[Any]:
-        """Copy ``first`` and the plan's arrays to the device in one piece; their tensors."""
+    def _tasks(self) -> np.ndarray:
+        """The plan's attention tasks."""
+        return self.plan.attention_tasks[: self.plan.plan_counts[2]]
+
+    def _decode_tasks(self, device: DecodeDevice) -> np.ndarray:
+        """The attention tasks of a step of one row a sequence, int32 ``[tasks, fields]``."""
+        plan = self.plan
+        spans = sorted(plan.attention_tasks[: plan.num_rows].tolist())  # one task a row, in any order
+        rows = [(span[2], span[3], int(plan.positions[span[0]])) for span in spans]
+        tasks = plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
+        return np.array(tasks, np.int32)
+
+    def _upload(self, tasks: np.ndarray, *first: np.ndarray) -> list[Any]:
+        """Copy ``first``, the plan's arrays and the attention's tasks in one piece; their tensors."""
         plan, rows = self.plan, self.plan.num_rows
-        seals, carries, tasks, merges = (max(1, int(count)) for count in plan.plan_counts)
+        seals, carries, _, merges = (max(1, int(count)) for count in plan.plan_counts)
+        counts = plan.plan_counts.copy()
+        counts[2] = len(tasks)
         arrays = [
             *first,
             plan.kv_faults[:rows],
             plan.positions[:rows],
             plan.append_slots[:rows],
-            plan.plan_counts,
+            counts,
             plan.seal_tasks[:seals],
             plan.carry_tasks[:carries],
-            plan.attention_tasks[:tasks],
+            tasks,
             plan.merge_tasks[:merges],
             # last and rounded up, so that a step of decode like the one before has the same views
             plan.page_table[: _aligned(plan.table_entries)],

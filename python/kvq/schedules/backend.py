@@ -16,6 +16,23 @@ from kvq.layout import KVLayout
 
 
 @dataclass(frozen=True)
+class DecodeShape:
+    """How a kernel for steps of one row a sequence wants its work cut (:mod:`kvq.runtime.decode_plan`).
+
+    Attributes
+    ----------
+    task_fields : int
+        int32 of a task.
+    blocks_per_sm, warps : int
+        Blocks that share a multiprocessor, and warps of a block.
+    """
+
+    task_fields: int
+    blocks_per_sm: int
+    warps: int
+
+
+@dataclass(frozen=True)
 class AttentionShape:
     """How a backend's attention wants its work cut; it goes into the library's metadata.
 
@@ -29,12 +46,15 @@ class AttentionShape:
         Partial results that the scratch holds.
     scratch_extra : int
         Floats of a scratch slot beyond the head_dim.
+    decode : DecodeShape or None
+        Of the kernel for ``decode``, where it is another one.
     """
 
     split_pages: int
     tile_rows: int
     scratch_slots: int
     scratch_extra: int
+    decode: DecodeShape | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +150,10 @@ class Kernels(Protocol):
 
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         """Attention over sealed pages and the row page."""
+        ...
+
+    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+        """The same for one row a sequence, if ``attention_shape`` names a kernel of its own for it."""
         ...
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:

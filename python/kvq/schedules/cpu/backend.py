@@ -84,6 +84,9 @@ class CpuKernels:
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return paged_attention.paged_attention(layout, num_heads, dtype, self.isa)
 
+    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+        return self.paged_attention(layout, num_heads, dtype)
+
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_seal.kv_carry(layout, self.isa)
 

@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from tvm import tirx
 
 from kvq.layout import KVLayout
-from kvq.schedules.backend import AttentionShape, Preparation
+from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
 
-from . import kv_append, kv_seal, linear, pointwise, tile_attention
+from . import kv_append, kv_seal, linear, paged_attention, pointwise, tile_attention
+
+#: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
+DECODE_SLOTS = 1024
 
 
+@dataclass(frozen=True)
 class CudaKernels:
-    """Kernels for NVIDIA GPUs from sm_80 on."""
+    """Kernels for NVIDIA GPUs.
+
+    Attributes
+    ----------
+    archs : tuple of str
+        Architectures that the library will hold, from ``sm_80`` on; they decide the tuning.
+    """
+
+    archs: tuple[str, ...]
 
     int8 = None
     layout_order = "fragments"
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
-        return tile_attention.attention_shape(layout, num_heads)
+        shape = tile_attention.attention_shape(layout, num_heads)
+        if layout.row_dtype != "float16":
+            return shape  # tensor cores would round
+        tuning = paged_attention.decode_tuning(layout, num_heads, self.archs)
+        decode = DecodeShape(paged_attention.TASK_FIELDS, tuning.blocks_per_sm, tuning.warps)
+        return replace(shape, scratch_slots=DECODE_SLOTS, decode=decode)
 
     def prepare_vector(self, n: int, dtype: str) -> Preparation | None:
         if dtype == "float32":
@@ -44,6 +63,10 @@ class CudaKernels:
 
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return tile_attention.tile_attention(layout, num_heads, dtype)
+
+    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+        tuning = paged_attention.decode_tuning(layout, num_heads, self.archs)
+        return paged_attention.paged_attention_decode(layout, num_heads, dtype, tuning)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_seal.kv_carry(layout)

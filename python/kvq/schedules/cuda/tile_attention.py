@@ -38,7 +38,7 @@ def query_rows(head_dim: int) -> int:
 def attention_shape(layout: KVLayout, num_heads: int) -> AttentionShape:
     """How the plan must cut attention for :func:`tile_attention`."""
     group = num_heads // layout.num_kv_heads
-    return AttentionShape(4, max(1, min(16, query_rows(layout.head_dim) // group)), 0, SCRATCH_EXTRA)
+    return AttentionShape(4, max(1, min(16, query_rows(layout.head_dim) // group)), 1, SCRATCH_EXTRA)
 
 
 class _Tile:
