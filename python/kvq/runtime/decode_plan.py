@@ -19,7 +19,7 @@ from kvq.layout import FRAGMENT_TILE, KVLayout
 PART_BYTES, MERGE_BYTES = 35_000, 70_000
 #: How much faster than with all its neighbours a block runs alone, for caches below so many bits a value:
 #: narrow codes keep a block's warps busy, wide ones its multiprocessor's share of the memory.
-RATES = ((4.0, 1.4), (9.0, 2.0), (99.0, 1.0))
+RATES = ((4.0, 1.2), (9.0, 2.0), (99.0, 1.0))
 #: A plan this much longer than the ideal is taken as it is.
 GOOD_ENOUGH = 1.06
 #: Parts that are added up at once: a few more would cost another round.
@@ -115,7 +115,7 @@ def _best_bounds(pages: Sequence[int], sizes: Sequence[float], device: DecodeDev
         time = _makespan(bounds, sizes, device)
         if time < shortest:
             best, shortest = bounds, time
-        if shortest < (ideal + device.part_work) * GOOD_ENOUGH:
+        if max(sizes) <= device.warps or shortest < (ideal + device.part_work) * GOOD_ENOUGH:
             break
     return best
 
@@ -141,20 +141,23 @@ def _costs(bounds: Sequence[int], size: float) -> list[tuple[float, int, int]]:
 def _makespan(bounds: Sequence[Sequence[int]], sizes: Sequence[float], device: DecodeDevice) -> float:
     """When the last part is done, if each column takes the longest that is left.
 
-    A block that has more of the memory to itself is up to ``rate`` times as fast.
+    When columns run dry, the blocks that are left have more of the memory, up to ``rate`` times as much.
     """
-    columns = device.columns
     costs = []
     for cuts, size in zip(bounds, sizes, strict=True):
         overhead = device.part_work + (device.merge_work if len(cuts) > 2 else 0)
-        costs += [(cost, overhead) for cost, _, _ in _costs(cuts, size)]
-    if len(costs) <= columns:
-        longest, overhead = max(costs)
-        return max(longest / min(device.rate, columns / len(costs)), sum(sizes) / columns) + overhead
-    ends = [0.0] * columns
-    for total in sorted((cost + overhead for cost, overhead in costs), reverse=True):
-        heapq.heapreplace(ends, ends[0] + total)
-    return max(ends)
+        costs += [cost + overhead for cost, _, _ in _costs(cuts, size)]
+    costs.sort(reverse=True)
+    columns = device.columns
+    ends = (costs[:columns] + [0.0] * columns)[:columns]
+    heapq.heapify(ends)
+    for cost in costs[columns:]:
+        heapq.heapreplace(ends, ends[0] + cost)
+    time = before = 0.0
+    for done, end in enumerate(sorted(ends)):
+        time += (end - before) / min(device.rate, columns / (columns - done))
+        before = end
+    return time
 
 
 def _units(position: int, page_size: int, tile_work: float) -> float:
