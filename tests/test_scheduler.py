@@ -156,7 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         shared=st.sampled_from([0, 20, 32, 64, 100, 150]),
-        own=st.integers(0, 120),
+        own=st.integers(0, 80),
         kind=st.integers(40, 44),
         tokens=st.integers(1, 60),
         temperature=st.sampled_from([0.0, 0.0, 1.0]),
