@@ -29,14 +29,14 @@ class EngineHost:
     memory : str or int, optional
         Bytes for everything, such as ``"48GB"``; what weights and workspace leave is KV cache.
     gpu_memory_utilization : float, optional
-        The same as a part of the memory that is available.
+        The same as a part of the memory that is available on the device.
     mode : str
         ``local``: four requests at once; ``interactive``: one; ``server``: as many as there is memory for.
         A budget decides the number too, ``interactive`` apart.
     prefix_cache : bool
         Whether pages of earlier prompts and answers serve later ones.
     device : str
-        ``cpu``.
+        ``cpu`` or ``cuda``.
     model_lib : str or Path, optional
         A compiled library to use.
     opt : str, optional

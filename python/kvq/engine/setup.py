@@ -14,6 +14,7 @@ from kvq.errors import ConfigError, LibraryError
 from kvq.memory import MemoryPlan, available_memory, fit_cache, format_bytes, parse_size
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.device import Device
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel, checked_limits
 from kvq.runtime.metadata import Metadata
@@ -112,7 +113,7 @@ def set_up(
     )
     chunk = min(chunk, context * shape.num_open)
     logger.info("memory plan: %s", describe_plan(plan, shape))
-    if (available := available_memory()) is not None:
+    if (available := _available(options.device)) is not None:
         plan.check(available)
     say("loading weights")
     loaded = LoadedModel(library, library.load_params(built.weights_dir), shape, chunk)
@@ -150,10 +151,18 @@ def _budget(options: EngineOptions) -> int | None:
         part = DEFAULT_UTILIZATION
     if not 0 < part <= 1:
         raise ConfigError(f"--gpu-memory-utilization {part} makes no sense: it must be above 0, at most 1")
-    available = available_memory()
+    available = _available(options.device)
     if available is None:
         raise ConfigError("the available memory is unknown here: use --memory, such as --memory 48GB")
     return int(available * part)
+
+
+def _available(device: str) -> int | None:
+    """Bytes that can still be had on the device; None where unknown."""
+    if device == "cpu":
+        return available_memory()
+    found = Device.open(device).handle.available_global_memory
+    return None if found is None else int(found)
 
 
 def _check_scheme(options: EngineOptions, meta: Metadata, library: Path) -> None:
