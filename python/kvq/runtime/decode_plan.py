@@ -15,8 +15,8 @@ from itertools import pairwise
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
-#: What a part costs beyond its pages, and what adding parts up costs: the time of reading so many bytes.
-PART_BYTES, MERGE_BYTES = 35_000, 70_000
+#: What a part costs beyond its pages, and what adding parts up costs: the time in which the device reads so much.
+PART_BYTES, MERGE_BYTES = 9_200_000, 18_400_000
 #: How much faster than with all its neighbours a block runs alone, for caches below so many bits a value:
 #: narrow codes keep a block's warps busy, wide ones its multiprocessor's share of the memory.
 RATES = ((4.0, 1.2), (9.0, 2.0), (99.0, 1.0))
@@ -63,8 +63,8 @@ class DecodeDevice:
             max(1, blocks // heads),
             warps,
             FRAGMENT_TILE * layout.head_dim * 4 / size,
-            PART_BYTES / size,
-            MERGE_BYTES / size,
+            PART_BYTES / blocks / size,
+            MERGE_BYTES / blocks / size,
             next(rate for bits, rate in RATES if layout.bits_per_value < bits),
         )
 

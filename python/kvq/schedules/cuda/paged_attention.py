@@ -103,7 +103,9 @@ def decode_tuning(layout: KVLayout, num_heads: int, archs: Sequence[str]) -> Dec
     per_sm, per_block = (1024 * min(limit[i] for limit in limits) for i in range(2))
     bits = (layout.k_bits or 16) + (layout.v_bits or 16)
     shapes = [(3, 2), (2, 2), (3, 1), (2, 1)]
-    if bits < 8 and layout.head_dim <= 128:
+    if layout.head_dim <= 64 and bits <= 8:
+        shapes.insert(0, (3 if bits < 8 else 2, 4))
+    elif layout.head_dim <= 128 and bits < 8:
         shapes.insert(0, (2, 3))
     for stages, blocks in shapes:
         tuning = DecodeTuning(stages=stages, blocks_per_sm=blocks, overlap=overlap)
