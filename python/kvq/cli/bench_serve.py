@@ -123,18 +123,16 @@ def _print(name: str, figures: dict[str, Any]) -> None:
     pages = figures["peak_pages"]
     print_table(
         f"{name}: {figures['requests']} requests of {figures['clients']} clients, seed {figures['seed']}",
-        ["", "", ""],
+        ["figure", "value"],
         [
-            ["seconds", f"{figures['seconds']:.1f}", ""],
-            ["requests per second", f"{figures['requests_per_second']:.2f}", ""],
-            ["answer tokens per second", f"{figures['answer_tokens_per_second']:.1f}", ""],
-            ["tokens of prompts, of answers", str(figures["prompt_tokens"]), str(figures["answer_tokens"])],
-            ["prompt tokens from the prefix cache", f"{100 * figures['hit_rate']:.1f}%", ""],
-            [
-                "most pages in use, of",
-                *(("-", "-") if pages is None else (str(pages), str(figures["total_pages"]))),
-            ],
-            ["errors", str(figures["errors"]), ""],
+            ["seconds", f"{figures['seconds']:.1f}"],
+            ["requests per second", f"{figures['requests_per_second']:.2f}"],
+            ["answer tokens per second", f"{figures['answer_tokens_per_second']:.1f}"],
+            ["prompt tokens", str(figures["prompt_tokens"])],
+            ["answer tokens", str(figures["answer_tokens"])],
+            ["prompt tokens from the prefix cache", f"{100 * figures['hit_rate']:.1f}%"],
+            ["most pages in use", "unknown" if pages is None else f"{pages} of {figures['total_pages']}"],
+            ["errors", str(figures["errors"])],
         ],
     )
     rows = []
@@ -142,8 +140,8 @@ def _print(name: str, figures: dict[str, Any]) -> None:
         ("first_token", "first token"),
         ("first_token_shared", "first token, shared prefix"),
         ("first_token_unshared", "first token, own prompt"),
-        ("inter_token", "from token to token"),
+        ("inter_token", "next token"),
     ):
         values = [figures[f"{key}_p{percent}"] for percent in (50, 95, 99)]
         rows.append([text, *("-" if value is None else f"{1000 * value:.1f}" for value in values)])
-    print_table("milliseconds", ["", "p50", "p95", "p99"], rows)
+    print_table("milliseconds", ["time to", "p50", "p95", "p99"], rows)
