@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
-#: What a part costs beyond its pages, and what adding parts up costs: the time in which the device reads so much.
+#: What a part costs beyond its pages, and adding parts up: the time in which the device reads so many bytes.
 PART_BYTES, MERGE_BYTES = 9_200_000, 18_400_000
 #: How much faster than with all its neighbours a block runs alone, for caches below so many bits a value:
 #: narrow codes keep a block's warps busy, wide ones its multiprocessor's share of the memory.
