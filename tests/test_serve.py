@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_model import END_OF_TURN
+from kvq.cli.main import main
 from kvq.errors import ConfigError
 from kvq.serve.app import ServerOptions, default_model_id
 from kvq.serve.run import _server, bind, url_of
@@ -372,3 +374,15 @@ def test_stop_tokens_and_strings_end_an_answer() -> None:
         served.model.script[9] = END_OF_TURN
         ended = served.text("hello", max_tokens=30).json()["choices"][0]
         assert ended["finish_reason"] == "stop" and ended["text"] == full[:4]
+
+
+@pytest.mark.parametrize(("command", "package"), [("serve", "uvicorn"), ("bench", "httpx")])
+def test_without_the_extra_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, package: str
+) -> None:
+    for name in [name for name in sys.modules if name.startswith(("kvq.serve", "kvq.bench.serve"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    words = {"serve": ["serve", "model"], "bench": ["bench", "serve", "--url", "http://127.0.0.1:9"]}[command]
+    assert main(words) == 2
+    assert f"needs the package {package}: pip install 'kvq[serve]'" in capsys.readouterr().err

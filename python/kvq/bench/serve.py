@@ -8,15 +8,13 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import httpx
 import numpy as np
 
 from kvq.bench.serve_load import Load, LoadRequest, make_requests
 from kvq.errors import ConfigError, EngineError
-
-if TYPE_CHECKING:
-    import httpx
 
 _PERCENTILES = (50, 95, 99)
 _POLL_SECONDS = 0.2
@@ -127,8 +125,6 @@ async def _drive(
     api_key: str | None,
     report: Callable[[str], None] | None,
 ) -> ServeResult:
-    import httpx
-
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=load.clients + 2)
     records = [Record(request.shared) for request in requests]
