@@ -5,7 +5,7 @@ units, a page or a part of one, to its warps in turn. A warp copies its units in
 its own, a few ahead, and needs no barrier with the others until it is done. Per unit::
 
     S^T[tokens, heads] = K[tokens, D] Q^T       A = key codes, B = queries times the keys' scales
-    P = exp2(S - m)                             m grows only when it must, by more than LAZY
+    P = exp2(S - m)                             m grows only when it must
     O^T[D, heads] += V^T[D, tokens] P^T         A = value codes, B = P times the values' scales, transposed
 
 Scales never touch the codes: the keys' go into the query once a page, the page's base multiplies the score,
@@ -51,9 +51,10 @@ from .paged_attention_merge import Merge
 
 #: Query heads of a block: columns of B.
 BLOCK_HEADS = 8
-#: The running maximum grows when a score exceeds it by more than this (in log2): weights stay below 8, so
-#: that even the largest value scale times a weight is an fp16 number.
-LAZY = 3.0
+#: The running maximum grows when a score exceeds it by more than this (in log2), by the bits of a value code.
+#: Weights stay below 2 to its power, so that even the largest value scale times a weight is an fp16 number.
+LAZY = {2: 1.0, 3: 2.0}
+LAZY_OTHERS = 3.0
 #: Bytes of a unit that a warp copies at once, about: enough in flight, and a ring that lets two blocks share
 #: an SM.
 UNIT_BYTES = 9216
@@ -280,7 +281,8 @@ class _Decode:
             for i in range(1, 2 * tiles):
                 best = T.max(best, products[2 * i + y])
             put(most, scaled(best, start[y] if start else T.float32(0)), y)
-        grown = [most[y] > peak[y] + T.float32(LAZY) for y in range(2)]
+        lazy = LAZY.get(self.v.bits, LAZY_OTHERS)
+        grown = [most[y] > peak[y] + T.float32(lazy) for y in range(2)]
         with T.If(any_lane(T.Or(*grown))), T.Then():
             for y in range(2):
                 for mask in (4, 8, 16):
