@@ -44,12 +44,14 @@ def kernel(request, device, tmp_path_factory):
     return load_kernel(directory, layout, group * layout.num_kv_heads)
 
 
-def make_run(kernel, device, lengths, multiprocessors, seed=0):
+def make_run(kernel, device, lengths, multiprocessors, seed=0, **options):
     from kvq.bench.attention import AttentionRun
     from kvq.bench.attention_case import AttentionCase
 
     plan = kernel.device(multiprocessors)
-    return AttentionRun(kernel, AttentionCase(kernel.layout, kernel.num_heads, lengths, plan, seed), device)
+    return AttentionRun(
+        kernel, AttentionCase(kernel.layout, kernel.num_heads, lengths, plan, seed, **options), device
+    )
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda name: name.replace(" ", "-"))
@@ -58,6 +60,13 @@ def test_equals_numpy(kernel, device, step):
     run = make_run(kernel, device, lengths, multiprocessors)
     error = run.case.error(run.output(), samples=16)
     assert error <= 5e-3
+
+
+@pytest.mark.parametrize("value_size", [20000.0, 2e-3])
+def test_large_and_small_values(kernel, device, value_size):
+    """Value scales up to the largest there are, and far below 1: products with weights are fp16."""
+    run = make_run(kernel, device, [300, 2000, 129], 132, seed=6, value_size=value_size)
+    assert run.case.error(run.output(), samples=12) <= 5e-3
 
 
 def test_every_launch_gives_the_same_bits(kernel, device):

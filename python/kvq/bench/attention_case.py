@@ -34,6 +34,8 @@ class AttentionCase:
         Of the contents.
     scratch_slots : int
         Room for partial results.
+    value_size : float
+        Standard deviation of the largest values.
 
     Attributes
     ----------
@@ -49,6 +51,7 @@ class AttentionCase:
         device: DecodeDevice,
         seed: int = 0,
         scratch_slots: int = 1024,
+        value_size: float = 1.0,
     ) -> None:
         self.layout, self.num_heads, self.lengths = layout, num_heads, list(lengths)
         rng = np.random.default_rng(seed)
@@ -76,7 +79,9 @@ class AttentionCase:
         rows = np.full((batch + 1, 1, heads, 2, page, dim), np.nan, np.float16)
         for i, row_page in enumerate(row_pages):
             own = int(self.positions[i]) % page + 1
-            rows[row_page, ..., :own, :] = rng.standard_normal((1, heads, 2, own, dim))
+            drawn = rng.standard_normal((1, heads, 2, own, dim)).astype(np.float32)
+            drawn[:, :, 1] *= value_size
+            rows[row_page, ..., :own, :] = kv_codec.sanitize(drawn)
         self.rows = rows.reshape(layout.open_shape(batch + 1))
         self._row_pages = row_pages
         requests = [(int(starts[i]), int(row_pages[i]), int(self.positions[i])) for i in range(batch)]
