@@ -63,9 +63,8 @@ class AttentionCase:
         # keys with an offset a channel, as real ones have; values of all sizes
         offset = rng.standard_normal(dim) * 2
         k = (rng.standard_normal((_UNITS, page, dim)) + offset).astype(np.float16)
-        v = (rng.standard_normal((_UNITS, page, dim)) * rng.uniform(0.1, 2, (_UNITS, 1, 1))).astype(
-            np.float16
-        )
+        sizes = rng.uniform(0.1, 1, (_UNITS, 1, 1)) * value_size
+        v = kv_codec.sanitize((rng.standard_normal((_UNITS, page, dim)) * sizes).astype(np.float32))
         self._units = kv_codec.seal_unit(k, v, layout)
         self._decoded: dict[str, np.ndarray] | None = None
         pages = int(sealed.sum()) + _STALE_PAGES
