@@ -1,6 +1,6 @@
 """Plots of the evaluations: rows as ``--json`` prints them in, a file or inline SVG out.
 
-Only this module knows matplotlib, which the extra ``eval`` brings.
+Nothing else of the evaluation knows matplotlib, which the extra ``eval`` brings.
 """
 
 from __future__ import annotations
