@@ -184,7 +184,7 @@ def test_many_clients_for_a_while(parts: Any, solo: list[str]) -> None:
 
     async def load(url: str) -> None:
         limits = httpx.Limits(max_connections=CLIENTS)
-        async with httpx.AsyncClient(base_url=url, timeout=60, limits=limits) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http:
             until = time.monotonic() + SECONDS
             await asyncio.gather(*(Client(http, seed, solo, done).run(until) for seed in range(CLIENTS)))
 

@@ -164,7 +164,8 @@ class Asker:
             return None, None
         if self._tools is None:
             raise ConfigError(
-                "this model's chat template defines no tools: leave tools out, or serve a model that has them"
+                "this model's chat template defines no tools in the way of Hermes, Llama 3.1 or Mistral: "
+                "leave tools out, or serve a model that has them"
             )
         if choice in (None, "auto"):
             return self._tools, None

@@ -7,6 +7,7 @@ Text that may still become a call is held back; a call is handed out whole.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from collections.abc import Callable, Mapping, Sequence
@@ -111,14 +112,16 @@ class ToolFormat:
 
 
 def format_of(chat_template: str | None) -> ToolFormat | None:
-    """How a chat template has tool calls written; None if it defines no tools."""
+    """How a chat template has tool calls written; None if it has none, or in a way that is not known here."""
     if not chat_template or "tools" not in chat_template:
         return None
+    if "<function=" in chat_template or "<arg_key>" in chat_template:
+        return None  # Qwen3-Coder's and GLM's: arguments as XML, between the marks of Hermes
     if "[TOOL_CALLS]" in chat_template:
         return MISTRAL_NAMED if "[ARGS]" in chat_template else MISTRAL
     if "<tool_call>" in chat_template:
         return HERMES
-    if '"parameters":' in chat_template and "ipython" in chat_template:
+    if re.search(r'"parameters\\?":', chat_template) and "ipython" in chat_template:
         return LLAMA3
     return None
 
