@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 import kvq.memory
+from kvq.cli.main import main
 from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.memory import (
@@ -268,3 +270,13 @@ def test_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_memory() == 2 * MIB
     files.clear()
     assert available_memory() is None
+
+
+def test_plan_says_what_an_engine_makes_of_a_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-3-8b", "--quantization", "q4f16kv", "--memory", "9GiB"]
+    assert main([*words, "--json"]) == 0
+    fields = json.loads(capsys.readouterr().out)
+    shape, plan = fit("llama-3-8b", "q4f16kv", budget=9 * 2**30)
+    assert (fields["served_sequences"], fields["served_tokens"]) == (shape.num_open, plan.max_tokens)
+    assert main(words) == 0
+    assert f"runs {shape.num_open} requests at once" in capsys.readouterr().out
