@@ -160,21 +160,22 @@ class EngineCore:
 
         An exception of the model ends the requests of this step with an error; all others go on.
         """
+        outputs: list[Output] = []
         try:
-            return self._step()
+            self._step(outputs)
         except Exception as error:
             logger.exception("the engine failed")
             # The engine itself is at fault: nothing that it knows can be relied on.
             self._failed += len(self._states)
-            pieces = [self._ending(state, "error", _one_line(error)) for state in self._states.values()]
+            outputs += [self._ending(state, "error", _one_line(error)) for state in self._states.values()]
             self._states.clear()
             self.scheduler.clear()
-            return pieces
+        return outputs
 
-    def _step(self) -> list[Output]:
+    def _step(self, outputs: list[Output]) -> None:
         shares = self.scheduler.schedule()
         if not shares:
-            return []
+            return
         started = time.perf_counter()
         batch = [self._states[job.id] for job, _ in shares]
         for state in batch:
@@ -185,7 +186,8 @@ class EngineCore:
             drawn, logits = self._run(shares)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
-            return [self._fail(state, _one_line(error)) for state in batch]
+            outputs += [self._fail(state, _one_line(error)) for state in batch]
+            return
         except BaseException:
             for state in batch:
                 self._end(state, keep=False)
@@ -195,7 +197,7 @@ class EngineCore:
         for state, (_, count) in zip(batch, shares, strict=True):
             state.count(count, elapsed)
         self._count(shares)
-        return self._draw([batch[i] for i in drawn], logits)
+        self._draw([batch[i] for i in drawn], logits, outputs)
 
     def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray]:
         """Run the model; which shares end in a token to draw, and the logits for these."""
@@ -216,10 +218,10 @@ class EngineCore:
         # A kernel wants at least one row; that of a prompt that goes on is then of no use.
         return drawn, self.model.step(requests, ids, rows or [len(ids) - 1])
 
-    def _draw(self, states: list[RequestState], logits: np.ndarray) -> list[Output]:
+    def _draw(self, states: list[RequestState], logits: np.ndarray, outputs: list[Output]) -> None:
         """Draw a token for each answer; row i of the logits is that of answer i."""
         if not states:
-            return []
+            return
         logits = logits[: len(states), : self.vocab_size]
         # A sum of finite numbers is finite, overflow apart, and costs a fraction of asking each of them.
         with np.errstate(invalid="ignore"):
@@ -227,7 +229,6 @@ class EngineCore:
         if not finite.all():
             finite = np.isfinite(logits).all(axis=1)
         likeliest = logits.argmax(axis=1).tolist()
-        outputs = []
         now = time.perf_counter()
         for row, state in enumerate(states):
             if not finite[row]:
@@ -245,7 +246,6 @@ class EngineCore:
                 self.last_request = state.stats
                 self._end(state)
             outputs.append((state.job.id, piece))
-        return outputs
 
     def _fail(self, state: RequestState, error: str) -> Output:
         self._failed += 1
