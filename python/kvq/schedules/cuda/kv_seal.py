@@ -1,8 +1,8 @@
 """kv_seal and kv_carry: what happens to a row page when its tokens are all there, or the step ends.
 
 A block has one page of one head. It writes the words of :func:`kvq.quantization.kv_codec.seal_unit`, bit for
-bit, codes in the order of :mod:`kvq.quantization.fragments`. Rows are read again for each use: a page lies
-in the first-level cache.
+bit, codes in the order of :mod:`kvq.quantization.fragments`. Rows are gone through in the order in which they
+lie, once for their ranges and once for their codes; codes wait in shared memory, a byte each, for the words.
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from .block import ATTRIBUTES, WARP, for_threads, positive_zero, put, reduce_blo
 from .page_codes import WordPlace
 
 THREADS = 256
+#: Values of a row that a thread reads at once.
+VECTOR = 4
+#: Values of K (or V) in a page that is copied to shared memory.
+STAGED_VALUES = 8192
 
 
 def for_words(layout: KVLayout, bits: int, is_value: bool, thread, read, write) -> None:
@@ -37,6 +41,30 @@ def for_words(layout: KVLayout, bits: int, is_value: bool, thread, read, write) 
         write(index, packed[0])
 
     for_threads(layout.values_per_unit * bits // 32, thread, THREADS, word)
+
+
+def _pack_codes(layout: KVLayout, bits: int, is_value: bool, thread, row, code, write, codes) -> None:
+    """Emit ``write(index, word)`` for the codes ``code(token, channel, value)`` of the rows ``row(i)``.
+
+    ``codes`` is shared, uint8 ``[P * (D + 1)]``: the byte after each row lets the lanes of a warp, whose
+    words lie eight tokens apart, read from different banks.
+    """
+    dim, page = layout.head_dim, layout.page_size
+
+    def vector(i):
+        token, first = T.bind(T.truncdiv(i * VECTOR, dim)), T.bind(T.truncmod(i * VECTOR, dim))
+        values = [row(i * VECTOR + j) for j in range(VECTOR)]
+        for j, value in enumerate(values):
+            made = code(token, first + j, T.cast(value, "float32"))
+            put(codes, T.cast(made, "uint8"), token * (dim + 1) + first + j)
+
+    def read(token, channel):
+        return T.cast(codes[token * (dim + 1) + channel], "uint32")
+
+    for_threads(page * dim // VECTOR, thread, THREADS, vector)
+    sync()
+    for_words(layout, bits, is_value, thread, read, write)
+    sync()
 
 
 def _half_bits(value):
@@ -62,33 +90,47 @@ def _raw_words(layout: KVLayout, is_value: bool, thread, row, write) -> None:
         )
 
 
-def _seal_keys(layout: KVLayout, thread, row, write, shared):
+def _token_parts(dim: int) -> int:
+    """Parts of a page's tokens whose ranges are measured side by side."""
+    return next(parts for parts in (4, 2, 1) if parts * dim <= THREADS or parts == 1)
+
+
+def _seal_keys(layout: KVLayout, thread, row, write, shared, codes):
     """Codes, scales and minimums of the keys ``row(i)``, ``[P, D]``; returns the base (int32)."""
     dim, page, bits = layout.head_dim, layout.page_size, layout.k_bits or 0
     low, inverse, log_code, red = shared
-
-    def key(token, channel):
-        return T.cast(row(token * dim + channel), "float32")
-
+    parts = _token_parts(dim)
+    ranges = T.alloc_shared((2, parts, dim), "float32")
     most_code = T.alloc_local((1,), "int32")
     put(most_code, T.int32(0), 0)
 
-    def measure(d):
+    def measure_part(i):
+        part, d = T.bind(T.truncdiv(i, dim)), T.bind(T.truncmod(i, dim))
+        start = T.bind(part * (page // parts) * dim + d)
         reach = T.alloc_local((2,), "float32")
-        first = T.bind(key(0, d))
-        put(reach, first, 0)
-        put(reach, first, 1)
-        with T.serial(page - 1) as t:
-            value = T.bind(key(t + 1, d))
-            put(reach, T.min(reach[0], value), 0)
-            put(reach, T.max(reach[1], value), 1)
-        minimum = T.bind(positive_zero(reach[0]))
-        need = T.bind((reach[1] - minimum) / T.float32(2**bits - 1))
+        for bound in range(2):
+            put(reach, T.cast(row(start), "float32"), bound)
+        with T.serial(page // parts // 8) as step:
+            values = [T.bind(T.cast(row(start + (step * 8 + t) * dim), "float32")) for t in range(8)]
+            for value in values:
+                put(reach, T.min(reach[0], value), 0)
+                put(reach, T.max(reach[1], value), 1)
+        for bound in range(2):
+            put(ranges, reach[bound], bound, part, d)
+
+    def measure(d):
+        least, most = ranges[0, 0, d], ranges[1, 0, d]
+        for part in range(1, parts):
+            least, most = T.min(least, ranges[0, part, d]), T.max(most, ranges[1, part, d])
+        minimum = T.bind(positive_zero(least))
+        need = T.bind((most - minimum) / T.float32(2**bits - 1))
         code = T.bind(T.shift_right(T.reinterpret("int32", need) + T.int32(0x7FFFF), T.int32(19)))
         put(low, minimum, d)
         put(log_code, code, d)
         put(most_code, T.max(most_code[0], code), 0)
 
+    for_threads(parts * dim, thread, THREADS, measure_part)
+    sync()
     for_threads(dim, thread, THREADS, measure)
     top = reduce_block(T.max, most_code[0], thread, THREADS, red)
     top = T.max(T.shift_right(top, T.int32(4)), T.int32(127 + SCALE_MIN_EXPONENT))
@@ -115,18 +157,17 @@ def _seal_keys(layout: KVLayout, thread, row, write, shared):
         word = T.bitwise_or(halves[0], T.shift_left(halves[1], T.uint32(16)))
         write(w + layout.k_min_offset, word)
 
-    def code(token, channel):
-        channel = T.bind(channel)
-        steps = T.nearbyint((key(token, channel) - low[channel]) * inverse[channel])
+    def code(_token, channel, value):
+        steps = T.nearbyint((value - low[channel]) * inverse[channel])
         return T.cast(T.min(steps, T.float32(2**bits - 1)), "uint32")
 
     for_threads(dim // 4, thread, THREADS, scale_word)
     for_threads(dim // 2, thread, THREADS, minimum_word)
-    for_words(layout, bits, False, thread, code, write)
+    _pack_codes(layout, bits, False, thread, row, code, write, codes)
     return base
 
 
-def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits) -> None:
+def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits, codes) -> None:
     """Codes and scales of the values ``row(i)``, ``[P, D]``; the first scales carry ``base``, if any."""
     dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
     half = 2 ** (bits - 1)
@@ -161,7 +202,7 @@ def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits
 
         when(lane == 0, keep)
 
-    with T.serial(page // (THREADS // WARP)) as step:
+    with T.unroll(page // (THREADS // WARP)) as step:
         measure(T.bind(step * (THREADS // WARP) + warp))
     sync()
 
@@ -169,13 +210,51 @@ def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits
         word = T.bitwise_or(scale_bits[w * 2], T.shift_left(scale_bits[w * 2 + 1], T.uint32(16)))
         write(w + layout.v_scale_offset, word)
 
-    def code(token, channel):
-        token = T.bind(token)
-        steps = T.nearbyint(value(token, channel) * inverse[token]) + T.float32(half)
+    def code(token, _channel, number):
+        steps = T.nearbyint(number * inverse[token]) + T.float32(half)
         return T.cast(T.max(T.min(steps, T.float32(2**bits - 1)), T.float32(0)), "uint32")
 
+    def write_code(index, word):
+        write(index + layout.v_offset, word)
+
     for_threads(page // 2, thread, THREADS, scale_word)
-    for_words(layout, bits, True, thread, code, lambda index, word: write(index + layout.v_offset, word))
+    _pack_codes(layout, bits, True, thread, row, code, write_code, codes)
+
+
+def _rows(layout: KVLayout, thread, source, kv_open, kv_workspace, num_open, layer, head):
+    """``row(part)(i)``: numbers of the row page ``source``, which is open or in the workspace.
+
+    A page that fits shared memory beside its codes is copied there, all of its loads in flight at once.
+    """
+    unit, lanes = layout.values_per_unit, 8
+
+    def direct(part):
+        def number(i):
+            opened = kv_open[T.min(source, num_open - 1), layer, head, part, i]
+            return T.if_then_else(source < num_open, opened, kv_workspace[source - num_open, head, part, i])
+
+        return number
+
+    if unit > STAGED_VALUES or layout.row_dtype != "float16":
+        return direct
+    staged = T.alloc_shared((2, unit), "float16", align=128)
+
+    def copy(rows, start):
+        for part in range(2):
+
+            def vector(i, part=part):
+                at = T.ramp(i * lanes, 1, lanes)
+                put(staged, rows[(*start, part, at)], part, at)
+
+            for_threads(unit // lanes, thread, THREADS, vector)
+
+    with T.If(source < num_open):
+        with T.Then():
+            copy(kv_open, (source, layer, head))
+        with T.Else():
+            copy(kv_workspace, (source - num_open, head))
+    sync()
+    return lambda part: lambda i: staged[part, i]
 
 
 def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
@@ -206,27 +285,19 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         def write(index, word):
             put(pool, word, target, layer, head, index)
 
-        def row(part):
-            """A number of the row page, which is open or in the workspace."""
-
-            def number(i):
-                opened = kv_open[T.min(source, num_open - 1), layer, head, part, i]
-                return T.if_then_else(
-                    source < num_open, opened, kv_workspace[source - num_open, head, part, i]
-                )
-
-            return number
-
         def write_value(index, word):
             write(index + layout.v_offset, word)
 
+        row = _rows(layout, thread, source, kv_open, kv_workspace, num_open, layer, head)
+        quantized = layout.k_bits is not None or layout.v_bits is not None
+        codes = T.alloc_shared((page * (dim + 1) if quantized else 1,), "uint8")
         base = None
         if layout.k_bits is None:
             _raw_words(layout, False, thread, row(0), write)
         else:
-            base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red))
+            base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red), codes)
         if layout.v_bits is not None:
-            _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits)
+            _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits, codes)
             return
         _raw_words(layout, True, thread, row(1), write_value)
         for i in range(layout.unit_words - layout.k_header_offset):

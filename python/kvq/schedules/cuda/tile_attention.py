@@ -300,8 +300,8 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
 
     Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table,
     plan_counts, attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through),
-    and out ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the count
-    have nothing to do.
+    and out ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the
+    count have nothing to do.
     """
     kv_heads, layers, dim, page = (
         layout.num_kv_heads,

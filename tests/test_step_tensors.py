@@ -1,0 +1,88 @@
+"""A step's arrays on a device: on the CPU's tensors, so that no GPU is needed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import tvm
+
+from kvq.layout import KVLayout
+from kvq.runtime.decode_plan import DecodeDevice, plan_decode
+from kvq.runtime.device import Device
+from kvq.runtime.dlpack_view import Int32View
+from kvq.runtime.kv_cache import PagedKVCache
+from kvq.runtime.metadata import DecodeSpec
+from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.runtime.step_tensors import DeviceSteps, HostSteps
+
+LAYOUT = KVLayout(2, 2, 64, 4, 4, 64, order="fragments")
+
+
+def metadata(decode: DecodeSpec | None = None, slots: int = 1) -> SimpleNamespace:
+    model = SimpleNamespace(num_attention_heads=4)
+    return SimpleNamespace(decode=decode, scratch_slots=slots, layout=LAYOUT, model=model)
+
+
+@pytest.fixture
+def plan() -> StepPlan:
+    cache = PagedKVCache(LAYOUT, 60, 4, 8, lambda src, dst: None)
+    for sequence in "abc":
+        cache.add_sequence(sequence)
+    return StepPlan(cache, 400, 240, 4, 0, 16)
+
+
+def test_a_view_is_the_memory_it_points_to():
+    buffer = tvm.runtime.tensor(np.arange(200, dtype=np.int32))
+    owner = Int32View(buffer, 64, (3, 7))
+    view = owner.tensor
+    assert view.data_ptr() == buffer.data_ptr() + 256
+    np.testing.assert_array_equal(view.numpy(), np.arange(64, 85).reshape(3, 7))
+    buffer.copyfrom(np.zeros(200, np.int32))
+    assert not view.numpy().any()
+
+
+def test_a_device_gets_what_the_host_has(plan):
+    device = Device.open("cpu")
+    host, copied = HostSteps(plan), DeviceSteps(plan, device, metadata())
+    for requests in ([("a", 150), ("b", 3)], [("c", 64)], [("a", 1), ("b", 1), ("c", 1)], [("b", 130)]):
+        rows = sum(count for _, count in requests)
+        ids = list(range(7, 7 + rows))
+        build_step(plan, requests, 1)
+        plan.kv_faults[0] = 3, 4
+        calls = [lambda maker, ids=ids, rows=rows: maker.prefill(ids, [0, rows - 1])]
+        if rows == len(requests):
+            calls.append(lambda maker, ids=ids: maker.decode(ids))
+        for call in calls:
+            expected, found = call(host), call(copied)
+            for name in ("ids", "positions", "slots"):
+                one, other = getattr(expected, name), getattr(found, name)
+                assert one.shape == other.shape
+                np.testing.assert_array_equal(one.numpy(), other.numpy())
+            assert (expected.wanted is None) == (found.wanted is None)
+            counts = expected.lists[1].numpy()
+            np.testing.assert_array_equal(found.lists[1].numpy(), counts)
+            used = [plan.table_entries, 4, *counts]
+            for one, other, length in zip(expected.lists, found.lists, used, strict=True):
+                np.testing.assert_array_equal(one.numpy()[:length], other.numpy()[:length])
+            # a kernel starts a block for each entry: no more than there are, and never none
+            assert [len(other.numpy()) for other in found.lists[2:]] == [max(1, n) for n in counts]
+        assert copied.faults().tolist() == host.faults().tolist() == [3, 4]
+        plan.commit()
+
+
+def test_decode_is_cut_by_the_plan_for_gpus(plan):
+    device, spec = Device.open("cpu"), DecodeSpec(8, 2, 4)
+    steps = DeviceSteps(plan, device, metadata(spec, 64))
+    build_step(plan, [("a", 300), ("b", 90), ("c", 5)], 1)
+    plan.commit()
+    build_step(plan, [("a", 1), ("b", 1), ("c", 1)], 1)
+    found = steps.decode([1, 2, 3])
+    cutter = DecodeDevice.of(LAYOUT, 4, device.threads * 2, 4)
+    open_pages = [plan.cache.sequence(name).open_page for name in "abc"]
+    rows = list(zip((0, 4, 5), open_pages, (300, 90, 5), strict=True))
+    expected = plan_decode(rows, 64, cutter, 64)
+    np.testing.assert_array_equal(found.lists[4].numpy(), np.array(expected, np.int32))
+    assert found.lists[1].numpy().tolist() == [0, 0, len(expected), 0]
+    plan.abort()
