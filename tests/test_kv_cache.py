@@ -30,7 +30,7 @@ def test_page_is_sealed_in_the_step_that_fills_it() -> None:
     assert device.cache.num_free_pages == 4
     device.append([("a", 1)])
     assert device.cache.num_free_pages == 3
-    assert list(device.plan.seal_tasks[0]) == [device.cache.sequence("a").open_page, 0, P - 1]
+    assert list(device.plan.seal_tasks[0]) == [device.cache.sequence("a").open_page, 0, 0]
     device.append([("a", 1)])
     assert device.cache.length("a") == P + 1
 
@@ -68,6 +68,20 @@ def test_popn(length: int, count: int, left: int, recompute: int) -> None:
     assert device.cache.popn("a", count) == recompute
     assert device.cache.length("a") == left
     assert device.cache.num_free_pages == 8 - left // P
+    device.cache.check_integrity()
+
+
+def test_a_sequence_of_pages_that_nobody_holds_is_refused() -> None:
+    device = FakeDevice(8, 2, 4)
+    grow(device, "a", 2 * P)
+    with pytest.raises(CacheError, match="page 2 is free and cannot be shared"):
+        device.cache.add_sequence("b", [0, 1, 2])
+    assert device.cache.sequence_ids == ["a"] and device.cache.pool.references(0) == 1
+    device.cache.add_sequence("b", [0, 1])
+    device.tokens["b"] = device.tokens["a"][:]
+    device.cache.remove_sequence("a")
+    device.append([("b", P + 3)])
+    assert device.cache.num_free_pages == 5
     device.cache.check_integrity()
 
 
@@ -232,6 +246,18 @@ class CacheMachine(RuleBasedStateMachine):
         end = len(tokens) if position is None else position
         self.device.tokens[self.count] = tokens[: end - recompute]
         assert 0 <= recompute < P and self.device.cache.length(self.count) == end - recompute
+        return self.count
+
+    @rule(target=sequences, other=sequences, part=st.floats(0, 1))
+    def add_with_pages(self, other: int, part: float) -> object:
+        """A sequence that starts from sealed pages of another, which may go before it."""
+        if not self.alive(other) or not self.device.cache.open_pages.num_free:
+            return multiple()
+        pages = self.device.cache.sequence(other).pages
+        pages = pages[: round(part * len(pages))]
+        self.count += 1
+        self.device.cache.add_sequence(self.count, pages)
+        self.device.tokens[self.count] = self.device.tokens[other][: len(pages) * P]
         return self.count
 
     @rule(sequence=sequences, part=st.floats(0, 1))
