@@ -11,9 +11,10 @@ import pytest
 from kvq.compare import Comparison
 from kvq.errors import ConfigError
 from kvq.eval.codecs import PEERS, peer_codec
+from kvq.eval.codecs.base import TensorCodec
 from kvq.eval.codecs.own import OwnCodec
 from kvq.eval.codecs.vllm import gaussian_codebook
-from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller
+from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller, HomePrefiller
 from kvq.eval.perplexity import score
 from kvq.eval.run import parse_columns
 from kvq.quantization.kv_codec import hadamard, unpack_unit
@@ -145,7 +146,9 @@ def test_columns() -> None:
     assert parse_columns("none, int4,peer:kivi-int4,int4") == ["float32", "none", "int4", "peer:kivi-int4"]
     assert parse_columns("int4,float32", "none") == ["none", "int4", "float32"]
     assert parse_columns("peer:all")[1:] == [f"peer:{name}" for name in PEERS]
-    for text in ("peer:absent", "int5"):
+    assert parse_columns("home:vllm-int4")[1:] == ["home:vllm-int4"]
+    assert "home:mlc-int4" in parse_columns("home:all") and "home:kivi-int4" not in parse_columns("home:all")
+    for text in ("peer:absent", "home:absent", "home:kivi-int4", "int5"):
         with pytest.raises(ConfigError, match=text):
             parse_columns(text)
     with pytest.raises(ConfigError, match="absent"):
@@ -180,6 +183,41 @@ def test_a_simulated_row_is_what_the_library_does(
     assert len(pages[0]["k"]) == 4
     assert pages[1]["k"] == pytest.approx(pages[0]["k"], abs=1e-6)
     assert np.isclose(pages[1]["v"], pages[0]["v_unrotated"], atol=1e-2).mean() > 0.99
+
+
+def test_at_home_every_token_is_coded_when_written(
+    tmp_path: Path, build_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of open and sealed pages are all codes; more is lost than if a page waited until it is full."""
+    monkeypatch.setenv("KVQ_CACHE", str(build_cache))
+    case = TinyLlama(seed=20, gqa=3, head_dim=64)
+    checkpoint = case.write(tmp_path / "model")
+    models = Comparison(str(checkpoint), "q0f32", ["float32"] * 4, "O1").load(200, 100)
+    exact, same, by_page, at_home = models
+    identity = TensorCodec("same", "", lambda x: x, lambda x: x, lambda _: 32)
+    coarse = TensorCodec(
+        "coarse", "", lambda x: np.rint(4 * x) / 4, lambda x: np.rint(8 * x) / 8, lambda _: 8
+    )
+    prefillers = [CompiledPrefiller(exact), HomePrefiller(same, identity)]
+    prefillers += [CodecPrefiller(by_page, coarse), HomePrefiller(at_home, coarse)]
+    scores = score(prefillers, case.prompt(151), window=151, stride=151, chunk=100)
+    assert max(scores[1].kl) == 0, "steps of one token give the bits of a chunk"
+    assert 0 < np.mean(scores[2].kl) < np.mean(scores[3].kl)
+    assert [found.quantized_keys for found in scores] == [
+        0,
+        149 * 150 // 2,
+        64 * 64 + 128 * 22,
+        149 * 150 // 2,
+    ]
+    sequence, layout = at_home.cache.sequence(0), at_home.layout
+    pages = unpack_unit(np.from_dlpack(at_home.tensors.pool)[list(sequence.pages)], layout)
+    k, v = np.moveaxis(np.from_dlpack(at_home.tensors.open)[sequence.open_page], 2, 0)
+    k, v = k.reshape(2, 2, 64, 64)[..., :22], v.reshape(2, 2, 64, 64)[:, :, :22]
+    for stored, steps in ((pages["k"], 4), (k, 4), (pages["v"], 8), (v, 8)):
+        assert stored.any()
+        assert (stored * steps == np.rint(stored * steps)).all()
+    with pytest.raises(ValueError, match="token by token"):
+        HomePrefiller(exact, PEERS["kivi-int4"])
 
 
 def test_a_codec_needs_rows(tmp_path: Path, build_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

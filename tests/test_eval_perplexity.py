@@ -25,8 +25,11 @@ class Bigram:
         self.layout = KVLayout(1, 1, 64, k_bits=k_bits, v_bits=k_bits, page_size=page_size)
         self.length = 0
         self.chunks: list[int] = []
-        self.quantized = k_bits is not None
         self.description = f"{k_bits} bits"
+
+    def quantized_keys(self, positions: np.ndarray) -> np.ndarray:
+        page = self.layout.page_size if self.layout.k_bits else 1_000_000
+        return positions // page * page
 
     def bits_per_value(self, head_dim: int) -> float:
         return replace(self.layout, head_dim=head_dim).bits_per_value

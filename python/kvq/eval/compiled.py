@@ -36,8 +36,13 @@ class CompiledPrefiller:
 
     @property
     def quantized(self) -> bool:
-        """Whether sealed pages hold codes."""
+        """Whether the library's sealed pages hold codes."""
         return self.layout.k_bits is not None or self.layout.v_bits is not None
+
+    def quantized_keys(self, positions: np.ndarray) -> np.ndarray:
+        """Of the keys that rows at int64 ``positions`` ``[n]`` attend to, how many were codes."""
+        page = self.layout.page_size
+        return positions // page * page if self.quantized else np.zeros_like(positions)
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits that a sealed page stores per value at a head_dim, everything included."""
@@ -60,12 +65,12 @@ class CodecPrefiller(CompiledPrefiller):
     Attention is the compiled library's. A step ends at a page's end; then every layer and head of the page
     just sealed is replaced by its round trip. So a query reads decoded pages up to its own, and the rows of
     its own page as they are, exactly as with kvq's formats. Formats that would quantize a token as soon as it
-    is written lose less here than they would where they are at home.
+    is written lose less here than they would where they are at home: :class:`HomePrefiller`.
     """
 
     def __init__(self, model: LoadedModel, codec: Codec) -> None:
         super().__init__(model)
-        if self.layout.k_bits is not None or self.layout.v_bits is not None:
+        if self.quantized:
             raise ValueError("a codec needs a cache that holds rows")
         self._codec = codec
         self._pool = np.from_dlpack(model.tensors.pool)
@@ -75,10 +80,9 @@ class CodecPrefiller(CompiledPrefiller):
         """How sealed pages are stored, in a line."""
         return self._codec.description
 
-    @property
-    def quantized(self) -> bool:
-        """Whether sealed pages hold codes."""
-        return True
+    def quantized_keys(self, positions: np.ndarray) -> np.ndarray:
+        """Of the keys that rows at int64 ``positions`` ``[n]`` attend to, how many were codes."""
+        return positions // self.layout.page_size * self.layout.page_size
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits that the codec's format stores per value at a head_dim, everything included."""
@@ -104,3 +108,53 @@ class CodecPrefiller(CompiledPrefiller):
         k, v = self._codec.round_trip(rows["k"], rows["v"])
         dtype = self.layout.row_dtype
         self._pool[page] = seal_unit(k.astype(dtype), v.astype(dtype), self.layout)
+
+
+class HomePrefiller(CodecPrefiller):
+    """A loaded model whose tokens pass through a codec, one by one, as soon as they are written.
+
+    Steps are of one token. A query reads every token before its own decoded; its own key and value alone are
+    as they came, which is still kinder than most formats are at home.
+    """
+
+    def __init__(self, model: LoadedModel, codec: Codec) -> None:
+        super().__init__(model, codec)
+        if not codec.per_token or self.layout.order != "lanes":
+            raise ValueError("needs a codec that works token by token, and pages in lanes")
+        self._open = np.from_dlpack(model.tensors.open)
+
+    @property
+    def description(self) -> str:
+        """How pages are stored, in a line."""
+        return f"{super().description}; every token coded when written"
+
+    def quantized_keys(self, positions: np.ndarray) -> np.ndarray:
+        """Of the keys that rows at int64 ``positions`` ``[n]`` attend to, how many were codes."""
+        return positions
+
+    def prefill(self, ids: np.ndarray, logit_rows: np.ndarray) -> np.ndarray:
+        """Append int32 ``ids`` ``[n]``; the logits float32 ``[m, vocab]`` of ``logit_rows`` ``[m]``."""
+        wanted, logits = set(logit_rows.tolist()), []
+        for at in range(len(ids)):
+            found = self._model.step([(_SEQUENCE, 1)], ids[at : at + 1])
+            if at in wanted:
+                logits.append(found)
+            self._recode_last()
+        return np.concatenate(logits)
+
+    def _recode_last(self) -> None:
+        """Replace the row that was just written, in the open page or in the page that it filled."""
+        layout, sequence = self.layout, self._model.cache.sequence(_SEQUENCE)
+        offset, page, dim = (sequence.length - 1) % layout.page_size, layout.page_size, layout.head_dim
+        if offset == page - 1:
+            rows = self._pool[sequence.pages[-1]].view(layout.row_dtype)
+            parts = rows[..., : page * dim], rows[..., page * dim :]
+        else:
+            rows = self._open[sequence.open_page]
+            parts = rows[..., 0, :], rows[..., 1, :]
+        k = parts[0].reshape(*rows.shape[:2], dim, page)[..., offset]
+        v = parts[1].reshape(*rows.shape[:2], page, dim)[..., offset, :]
+        new_k, new_v = self._codec.round_trip(
+            k[..., None, :].astype(np.float32), v[..., None, :].astype(np.float32)
+        )
+        k[...], v[...] = new_k[..., 0, :], new_v[..., 0, :]

@@ -39,9 +39,8 @@ class Prefiller(Protocol):
     def description(self) -> str:
         """How sealed pages are stored, in a line."""
 
-    @property
-    def quantized(self) -> bool:
-        """Whether sealed pages hold codes."""
+    def quantized_keys(self, positions: np.ndarray) -> np.ndarray:
+        """Of the keys that rows at int64 ``positions`` ``[n]`` attend to, how many were codes."""
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits that a sealed page stores per value at a head_dim, everything included."""
@@ -203,9 +202,7 @@ def _score_chunk(
         result.add(found, tokens[rows + 1], reference)
         positions = rows.astype(np.int64) - begin
         result.keys += int((positions + 1).sum())
-        if model.quantized:
-            page = model.layout.page_size
-            result.quantized_keys += int((positions // page * page).sum())
+        result.quantized_keys += int(model.quantized_keys(positions).sum())
 
 
 def rows_of(

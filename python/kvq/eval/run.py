@@ -9,18 +9,21 @@ import numpy as np
 
 from kvq.compare import Comparison, Report, parse_schemes
 from kvq.errors import ConfigError
-from kvq.eval.codecs import PEER_PREFIX, PEERS, peer_codec
-from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller
+from kvq.eval.codecs import HOME_PREFIX, PEER_PREFIX, PEERS, peer_codec
+from kvq.eval.compiled import CodecPrefiller, CompiledPrefiller, HomePrefiller
 from kvq.eval.perplexity import REFERENCE, Progress, check_sizes, rows_of, score
 from kvq.eval.text import read_text
 from kvq.quantization.scheme import EXACT
 from kvq.tokenizer import Tokenizer
 
+_KINDS: dict[str, type[CodecPrefiller]] = {PEER_PREFIX: CodecPrefiller, HOME_PREFIX: HomePrefiller}
+
 
 def parse_columns(text: str, reference: str = REFERENCE) -> list[str]:
     """Read ``none,int4,peer:kivi-int4``: the reference first, then the others in the order given, each once.
 
-    ``peer:all`` stands for all codecs of :data:`kvq.eval.codecs.PEERS`.
+    ``peer:all`` stands for all codecs of :data:`kvq.eval.codecs.PEERS`, ``home:all`` for those that work
+    token by token.
 
     Raises
     ------
@@ -31,8 +34,11 @@ def parse_columns(text: str, reference: str = REFERENCE) -> list[str]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         if part == f"{PEER_PREFIX}all":
             names += [PEER_PREFIX + name for name in PEERS]
-        elif part.startswith(PEER_PREFIX):
-            names.append(PEER_PREFIX + peer_codec(part).name)
+        elif part == f"{HOME_PREFIX}all":
+            names += [HOME_PREFIX + name for name, codec in PEERS.items() if codec.per_token]
+        elif part.startswith((PEER_PREFIX, HOME_PREFIX)):
+            peer_codec(part)
+            names.append(part)
         else:
             names += parse_schemes(part)
     return list(dict.fromkeys(names))
@@ -59,7 +65,7 @@ def evaluate_perplexity(
     model, quantization, opt : str
         As :class:`kvq.compare.Comparison` takes them.
     schemes : sequence of str
-        Cache schemes and ``peer:`` codecs; the first, a scheme, is the reference of the others.
+        Cache schemes, and codecs after ``peer:`` or ``home:``; the first, a scheme, is the reference.
     text : str
         A file, or the name of a text that ships with kvq.
     max_tokens, window, stride, chunk : int
@@ -82,16 +88,16 @@ def evaluate_perplexity(
     sizes = {"window": window, "stride": window if stride is None else stride, "chunk": chunk}
     check_sizes(**sizes)
     content = read_text(text)
-    peers = [name.startswith(PEER_PREFIX) for name in schemes]
-    libraries = [EXACT if peer else name for peer, name in zip(peers, schemes, strict=True)]
+    kinds = [_KINDS.get(name.partition(":")[0] + ":") for name in schemes]
+    libraries = [EXACT if kind else name for kind, name in zip(kinds, schemes, strict=True)]
     comparison = Comparison(model, quantization, libraries, opt, report)
     tokens = np.array(Tokenizer.from_dir(comparison.config_dir).encode(content)[:max_tokens], np.int32)
     if len(tokens) < 2:
         raise ConfigError(f"--text {text}: {len(tokens)} tokens are too few: perplexity needs at least 2")
     models = comparison.load(window, chunk)
     prefillers = [
-        CodecPrefiller(loaded, peer_codec(name)) if peer else CompiledPrefiller(loaded)
-        for loaded, name, peer in zip(models, schemes, peers, strict=True)
+        kind(loaded, peer_codec(name)) if kind else CompiledPrefiller(loaded)
+        for loaded, name, kind in zip(models, schemes, kinds, strict=True)
     ]
     scores = score(prefillers, tokens, **sizes, progress=progress)
     rows = rows_of(schemes, prefillers, scores, **sizes)

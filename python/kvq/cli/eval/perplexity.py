@@ -21,7 +21,8 @@ def add_parser(kinds: Any) -> None:
         description="Scores a text under each cache scheme, as it is served. The first row is the "
         "reference, a cache that rounds nothing; the others follow in the order of --kv. none is the floor: "
         "K and V merely rounded to the weights' dtype. peer:NAME is a format of others (--list-peers, or "
-        "peer:all), whose pages go through a codec inside the library of the reference.",
+        "peer:all), whose pages go through a codec inside the library of the reference; with home:NAME every "
+        "token does as soon as it is written, in steps of one token, which takes longer.",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

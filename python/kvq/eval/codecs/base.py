@@ -25,6 +25,10 @@ class Codec(Protocol):
     def description(self) -> str:
         """The format in a line."""
 
+    @property
+    def per_token(self) -> bool:
+        """Whether what is kept of a token depends on that token alone: it can be coded when written."""
+
     def bits_per_value(self, head_dim: int) -> float:
         """Bits stored per cached value, scales and padding included; the mean of K and V."""
 
@@ -46,6 +50,8 @@ class TensorCodec:
         Round trips of a tensor.
     bits : callable
         Bits per value at a head_dim.
+    per_token : bool
+        Whether what is kept of a token depends on that token alone.
     """
 
     name: str
@@ -53,6 +59,7 @@ class TensorCodec:
     recode_k: Recode
     recode_v: Recode
     bits: Callable[[int], float]
+    per_token: bool = True
 
     def bits_per_value(self, head_dim: int) -> float:
         """Bits stored per cached value, scales and padding included; the mean of K and V."""

@@ -21,6 +21,7 @@ def _codec(bits: int) -> TensorCodec:
         along_tokens(rule, _GROUP),
         in_groups(rule, _GROUP),
         lambda head_dim: bits + 32 / _GROUP * (1 + -(-head_dim // _GROUP) * _GROUP / head_dim) / 2,
+        per_token=False,
     )
 
 

@@ -18,6 +18,7 @@ class OwnCodec:
     kv: KVQuantization
     mixed_keys: bool = True
     page_size: int = 64
+    per_token = False
 
     @property
     def name(self) -> str:
