@@ -9,11 +9,16 @@ Needs ``torch transformers gguf safetensors`` (not dependencies of kvq)::
 ``smollm2.npz``    of the demo model, for each prompt ``i``: ``tokens_i`` int32 ``[n]``, ``last_i`` float32
                    ``[vocab]`` (all logits of the last row), ``top_ids_i`` and ``top_logits_i`` ``[n, 16]``
                    (the largest of every row), ``sample_logits_i`` ``[n, 32]`` at the entries ``sample_ids``.
+``smollm2_perplexity.json``  of the demo model with weights rounded to fp16, on the first tokens of the prose
+                   that ships with kvq: ``tokens``, their ``sha256`` as int32, and for each window size (no
+                   overlap, first token of a window not scored) ``scored`` tokens and ``perplexity``.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +38,9 @@ TINY_TOKENS = 150
 #: The first rows, the rows around each end of a page, and the last one.
 TINY_ROWS = (0, 1, 31, 62, 63, 64, 65, 100, 127, 128, 129, 149)
 TOP, SAMPLE = 16, 32
+#: Text, tokens and windows of the perplexity.
+PROSE = Path(__file__).resolve().parent.parent / "python/kvq/eval/texts/opticks_queries.txt"
+PROSE_TOKENS, WINDOWS = 4096, (1024, 2048)
 
 PROMPTS = {
     20: ("The capital of France is Paris, and the capital of Italy is Rome. The capital of Spain is"),
@@ -143,13 +151,41 @@ def gguf_tensors(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return config, tensors
 
 
+def tokenizer_of(gguf: Path) -> Any:
+    """The tokenizer inside a GGUF."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / gguf.name).symlink_to(gguf.resolve())
+        return AutoTokenizer.from_pretrained(directory, gguf_file=gguf.name)
+
+
+def write_perplexity(path: Path, gguf: Path) -> None:
+    """Write ``smollm2_perplexity.json``."""
+    config, tensors = gguf_tensors(gguf)
+    rounded = {name: value.astype(np.float16).astype(np.float32) for name, value in tensors.items()}
+    model = hugging_face_model(config, rounded)
+    ids = tokenizer_of(gguf).encode(PROSE.read_text(encoding="utf-8"), add_special_tokens=False)
+    tokens = np.array(ids[:PROSE_TOKENS], np.int32)
+    found: dict[str, Any] = {
+        "tokens": len(tokens),
+        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "windows": {},
+    }
+    for window in WINDOWS:
+        nll: list[float] = []
+        for begin in range(0, len(tokens), window):
+            part = tokens[begin : begin + window]
+            log_probs = torch.log_softmax(torch.from_numpy(logits_of(model, part)[:-1]).double(), -1)
+            nll += (-log_probs[range(len(part) - 1), part[1:]]).tolist()
+        found["windows"][str(window)] = {"scored": len(nll), "perplexity": float(np.exp(np.mean(nll)))}
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    print(f"{path.name}: {found['windows']}")
+
+
 def write_smollm2(path: Path, gguf: Path) -> None:
     """Write ``smollm2.npz``."""
     config, tensors = gguf_tensors(gguf)
     model = hugging_face_model(config, tensors)
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / gguf.name).symlink_to(gguf.resolve())
-        tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=gguf.name)
+    tokenizer = tokenizer_of(gguf)
     sample = np.sort(np.random.RandomState(0).choice(config["vocab_size"], SAMPLE, replace=False))
     arrays = {"sample_ids": sample.astype(np.int32)}
     for i, (length, text) in enumerate(PROMPTS.items()):
@@ -183,6 +219,7 @@ def main() -> None:
         write_tiny(args.output / f"tiny_{name}.npz", case)
     if args.gguf:
         write_smollm2(args.output / "smollm2.npz", args.gguf)
+        write_perplexity(args.output / "smollm2_perplexity.json", args.gguf)
 
 
 if __name__ == "__main__":

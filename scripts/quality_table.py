@@ -44,7 +44,7 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
 
 def own(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The row of kvq's that a peer is compared with: as many bits a code."""
-    bits = re.search(r"^peer:.*?(?:int|q|_|-)([2348])", row["kv"])
+    bits = re.search(r"^(?:peer|home):.*?(?:int|q|_|-)([2348])", row["kv"])
     name = f"int{bits[1]}" if bits else None
     return next((other for other in rows if other["kv"] == name), None)
 
@@ -55,7 +55,7 @@ def render(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         ours = own(row, rows)
         cells = [
-            row["kv"].removeprefix("peer:"),
+            row["kv"],
             f"{row['bits_per_value']:.2f}",
             f"{row['bits_per_value_d128']:.2f}",
             f"{row['perplexity']:.3f}",

@@ -79,9 +79,9 @@ def test_table_compares_equal_widths(
     last = {
         line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[-1] for line in lines if "|" in line
     }
-    assert last["llama.cpp-q4_0-rotated"] == "3.5"
-    assert last["vllm-turboquant_3bit_nc"] == "5.0"
-    assert last["kivi-int2"] == "1.0%", "no int2 of kvq's was measured: the cell is empty"
+    assert last["peer:llama.cpp-q4_0-rotated"] == "3.5"
+    assert last["peer:vllm-turboquant_3bit_nc"] == "5.0"
+    assert last["peer:kivi-int2"] == "1.0%", "no int2 of kvq's was measured: the cell is empty"
     monkeypatch.setattr("sys.argv", ["quality_table", str(one), str(other)])
     with pytest.raises(SystemExit, match="not scored on"):
         module.main()
