@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import subprocess
 import sys
@@ -57,20 +58,25 @@ def test_errors_of_nvcc_are_one_line(nvcc):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "kv", "page"),
-    [("q4f16_1", "int4", 64), ("q0f32", "none", 64), ("q0f16", "k=int3:v=int8", 128)],
+    ("quantization", "kv", "page", "archs"),
+    [
+        ("q4f16_1", "int4", 64, (80, 90)),
+        ("q0f32", "none", 64, (90,)),
+        ("q0f16", "k=int3:v=int8", 128, (80,)),
+    ],
 )
-def test_a_model_compiles_without_a_gpu(nvcc, tmp_path, quantization, kv, page):
+def test_a_model_compiles_without_a_gpu(nvcc, tmp_path, quantization, kv, page, archs):
     """All kernels of a model, for Ampere and Hopper, in a library that says what it is."""
     TinyLlama(seed=3, bias=quantization == "q0f16").write(tmp_path / "model")
     gen_config(tmp_path / "model", quantization, tmp_path / "out", kv_quantization=kv)
+    names = [f"sm_{arch}" for arch in archs]
     library = compile_model(
-        tmp_path / "out", tmp_path / "lib.so", device="cuda", cuda_arch="sm_90,sm_80",
+        tmp_path / "out", tmp_path / "lib.so", device="cuda", cuda_arch=",".join(reversed(names)),
         overrides=f"page_size={page}",
     )  # fmt: skip
     data = library.read_bytes()
-    assert fatbin_entries(data) == {(_MACHINE_CODE, 80), (_MACHINE_CODE, 90), (_PTX, 90)}
-    assert b"__global__" not in data and b'"archs": ["sm_80", "sm_90"]' in data
+    assert fatbin_entries(data) == {*((_MACHINE_CODE, arch) for arch in archs), (_PTX, archs[-1])}
+    assert b"__global__" not in data and f'"archs": {json.dumps(names)}'.encode() in data
     with pytest.raises(LibraryError, match="compiled for cuda, not cpu: use --device cuda"):
         Library.load(library)
 
