@@ -5,6 +5,7 @@
 #
 # KERNELS is a directory of kernels compiled elsewhere, for a machine without TVM's compiler:
 #   python tests/cuda_attention.py compile KERNELS sm_90
+#   python tests/cuda_rig.py KERNELS sm_90
 #   kvq bench attention --compile-only --cuda-arch sm_90 --kernels KERNELS
 # Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS the other libraries,
 # WORKERS the processes that run tests.
@@ -17,13 +18,13 @@ kernels="${1:-$(mktemp -d)}"
 export KVQ_KERNELS="$kernels"
 failed=0
 # without TVM's compiler only the tests of kernels that are compiled already can be collected
-tests=tests
-[[ -z "${1:-}" ]] || tests=tests/test_cuda_attention_gpu.py
+tests=(tests)
+[[ -z "${1:-}" ]] || tests=(tests/test_cuda_attention_gpu.py tests/test_cuda_kernels.py)
 
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader
 
 echo "== tests"
-"$python" -m pytest -n "${WORKERS:-0}" -q -m gpu -p no:cacheprovider "$tests" || failed=1
+"$python" -m pytest -n "${WORKERS:-0}" -q -m gpu -p no:cacheprovider "${tests[@]}" || failed=1
 
 sanitizer="$(command -v compute-sanitizer || true)"
 if [[ -n "$sanitizer" ]]; then

@@ -1,4 +1,4 @@
-"""Kernels on a GPU, for tests: compiled where TVM has its compiler, else read from ``$KVQ_CUDA_KERNELS``.
+"""Kernels on a GPU, for tests: compiled where TVM has its compiler, else read from ``$KVQ_KERNELS``.
 
 ``python tests/cuda_rig.py DIRECTORY [sm_90,...]`` writes the libraries that the tests need to a directory: a
 machine with a GPU then needs neither compiler nor nvcc, only the runtime.
@@ -39,7 +39,7 @@ def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
 
 @cache
 def directory() -> Path:
-    return Path(os.environ.get("KVQ_CUDA_KERNELS") or tempfile.mkdtemp(prefix="kvq-cuda-"))
+    return Path(os.environ.get("KVQ_KERNELS") or tempfile.mkdtemp(prefix="kvq-cuda-"))
 
 
 def _path(name: str, arguments: tuple[Any, ...], suffix: str) -> Path:
@@ -103,7 +103,7 @@ def cache_kernels(layout: KVLayout, heads: int) -> tuple[Any, ...]:
 
 
 if __name__ == "__main__":
-    os.environ["KVQ_CUDA_KERNELS"] = sys.argv[1]
+    os.environ["KVQ_KERNELS"] = sys.argv[1]
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     from test_cuda_kernels import NEEDED, RIGS
 
