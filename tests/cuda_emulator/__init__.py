@@ -1,0 +1,163 @@
+"""Runs the CUDA source of a kernel on the CPU, block by block, with every access checked.
+
+The source is what would go to nvcc. Its helpers are single PTX instructions; each becomes a call of
+``simt.h``, and the whole a program that AddressSanitizer watches.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+_HEADER = Path(__file__).with_name("simt.h")
+_ASM = re.compile(r'asm volatile\("([^"]*)"\s*:([^:\n]*):([^:\n]*)(?::[^:\n]*)?\);')
+_TYPES = {"u32": "uint32_t", "s32": "int32_t", "f32": "float"}
+
+
+def compiler() -> str | None:
+    """Path of a C++ compiler, None if there is none."""
+    return shutil.which("g++") or shutil.which("c++")
+
+
+def _translate(match: re.Match[str]) -> str:
+    """One instruction as a call."""
+    text = match[1].rstrip(";")
+    operands = re.findall(r'"=?\+?[a-z]"\((\w+)\)', match[2] + match[3])
+
+    def named(part: str) -> str:
+        return re.sub(r"%(\d+)", lambda m: operands[int(m[1])], part)
+
+    opcode, _, rest = text.partition(" ")
+    parts = opcode.split(".")
+    values = [named(v) for v in re.findall(r"%\d+", re.sub(r"\[[^]]*\]", "", rest))]
+    addresses = [named(a) for a in re.findall(r"\[([^]]*)\]", rest)]
+    if parts[0] in ("ld", "st"):
+        kind, size = _TYPES[parts[-1]], 4 * len(values)
+        base, _, offset = addresses[0].partition("+")
+        if parts[1] == "shared":
+            place = f"simt::at_shared({base} + {offset or 0}, {size})"
+        else:
+            place = f"const_cast<uchar*>(simt::at_global((const uchar*){base} + {offset or 0}, {size}))"
+        call = "load" if parts[0] == "ld" else "store"
+        return f"simt::{call}<{kind}>({place}, {', '.join(values)});"
+    if opcode.startswith("cp.async.cg"):
+        (to, to_offset), (source, offset) = (
+            (a.partition("+")[0], a.partition("+")[2] or 0) for a in addresses
+        )
+        return f"simt::copy_async({to} + {to_offset}, (const uchar*){source} + {offset});"
+    if opcode.startswith("cp.async.commit_group"):
+        return "simt::copy_commit();"
+    if opcode.startswith("cp.async.wait_group"):
+        return f"simt::copy_wait({rest});"
+    if parts[0] in ("fence", "griddepcontrol"):
+        return ";"
+    if parts[0] == "atom":
+        return f"int* p = (int*){addresses[0]}; {values[0]} = *p; *p += {values[1]};"
+    simple = {
+        "mma": "simt::mma({});",
+        "movmatrix": "simt::transpose({});",
+        "prmt": "simt::pick_bytes({});",
+    }
+    if parts[0] in simple:
+        return simple[parts[0]].format(", ".join(values))
+    if opcode.startswith("ex2"):
+        return f"{values[0]} = exp2f({values[1]});"
+    if opcode == "cvt.rn.f16x2.f32":
+        return f"{values[0]} = simt::as_word({values[2]}, {values[1]});"
+    if opcode == "mul.rn.f16x2":
+        low, high = (f"simt::as_float({values[1]}, {i}) * simt::as_float({values[2]}, {i})" for i in range(2))
+        return f"{values[0]} = simt::as_word({low}, {high});"
+    raise NotImplementedError(text)
+
+
+def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path:
+    """Compile the only kernel of ``source`` into a program; :func:`run` runs it."""
+    helpers = "\n".join(
+        m[0] for m in re.finditer(r"^__forceinline__ __device__ [^{;]*tvm_builtin.*?^}", source, re.M | re.S)
+    )
+    found = re.search(
+        r'^extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(([^)]*)\) \{', source, re.M
+    )
+    assert found is not None, "no kernel"
+    body = source[found.end() :].replace("extern __shared__ __align__(128) uchar shared_ptr[];", "")
+    names = [p.split()[-1] for p in found[2].split(",")]
+    types = [" ".join(p.replace("__restrict__", "").split()[:-1]) for p in found[2].split(",")]
+    reads = []
+    for name, kind in zip(names, types, strict=True):
+        if kind.endswith("*"):
+            reads.append(f"  size_t {name}_size = strtoull(argv[i++], 0, 10);")
+            reads.append(f'  {name} = ({kind})simt::read_array("{name}", {name}_size);')
+        else:
+            reads.append(f"  {name} = strtoll(argv[i++], 0, 10);")
+    writes = [
+        f'  simt::write_array("{name}", {name}, {name}_size);'
+        for name, kind in zip(names, types, strict=True)
+        if kind.endswith("*")
+    ]
+    declared = "\n".join(f"static {kind} {name};" for name, kind in zip(names, types, strict=True))
+    program = f"""#include "{_HEADER}"
+{_ASM.sub(_translate, helpers)}
+{declared}
+#define shared_ptr simt::shared
+static void entry() {{
+{body}
+#undef shared_ptr
+int main(int argc, char** argv) {{
+  int i = 1;
+{chr(10).join(reads)}
+  simt::start({threads}, {shared_bytes}, entry);
+  for (; i + 1 < argc; i += 2) {{
+    simt::block_index.x = atoi(argv[i]);
+    simt::block_index.y = atoi(argv[i + 1]);
+    simt::run_block({threads});
+  }}
+{chr(10).join(writes)}
+}}
+"""
+    code, out = directory / "kernel.cpp", directory / "kernel"
+    code.write_text(program)
+    flags = ["-std=c++17", "-O1", "-g0", "-w", "-mf16c", "-mavx2", "-fno-strict-aliasing"]
+    flags += ["-fsanitize=address", "--param", "asan-stack=0"]
+    done = subprocess.run(
+        [compiler() or "g++", *flags, "-o", out, code], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+    out.with_suffix(".args").write_text("\n".join(names))
+    return out
+
+
+def run(
+    program: Path, arguments: dict[str, np.ndarray | int], blocks: Sequence[tuple[int, int]]
+) -> dict[str, np.ndarray]:
+    """Run the program's blocks in the order given.
+
+    Parameters
+    ----------
+    arguments : dict
+        By the names in the source; arrays under ``NAME_ptr``.
+    blocks : sequence of (x, y)
+
+    Returns
+    -------
+    dict
+        The arrays afterwards.
+    """
+    names = program.with_suffix(".args").read_text().split()
+    words = []
+    for name in names:
+        value = arguments[name]
+        if isinstance(value, np.ndarray):
+            np.ascontiguousarray(value).tofile(program.parent / name)
+            words.append(str(value.nbytes))
+        else:
+            words.append(str(value))
+    words += [str(i) for pair in blocks for i in pair]
+    done = subprocess.run([program, *words], cwd=program.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    arrays = {n: v for n, v in arguments.items() if isinstance(v, np.ndarray) and n in names}
+    return {n: np.fromfile(program.parent / n, v.dtype).reshape(v.shape) for n, v in arrays.items()}

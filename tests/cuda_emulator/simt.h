@@ -1,0 +1,272 @@
+// One CUDA block at a time on a CPU: threads are fibers, what a warp does together is a meeting of its lanes.
+// Arrays are heap blocks of their exact sizes, so that AddressSanitizer sees every access beyond them.
+#include <immintrin.h>
+#include <ucontext.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <vector>
+
+typedef unsigned int uint;
+typedef unsigned char uchar;
+
+struct half {
+  uint16_t bits;
+  half() = default;
+  half(float x) : bits(_cvtss_sh(x, 0)) {}
+  operator float() const { return _cvtsh_ss(bits); }
+};
+
+#define CUDART_INF_F INFINITY
+#define __forceinline__ inline
+#define __device__
+
+namespace simt {
+
+struct Copy {
+  uint32_t to;
+  const void* from;
+};
+
+struct Thread {
+  ucontext_t context;
+  std::vector<char> stack;
+  std::deque<std::vector<Copy>> copies;  // groups of cp.async; the last one is open
+  bool done;
+};
+
+struct Meeting {
+  int arrived = 0, generation = 0;
+};
+
+struct Exchange {
+  uint32_t words[32][6];
+};
+
+static ucontext_t scheduler;
+static std::vector<Thread> threads;
+static std::vector<Meeting> warps;
+static std::vector<Exchange> exchanges[2];
+static Meeting block;
+static int current;
+static std::vector<int> turns;
+static uchar* shared;
+static size_t shared_size;
+static void (*kernel)();
+
+struct Index {
+  int x = 0, y = 0, z = 0;
+};
+static Index block_index;
+
+inline void yield() { swapcontext(&threads[current].context, &scheduler); }
+
+inline void meet(Meeting& m, int count) {
+  int generation = m.generation;
+  if (++m.arrived == count) {
+    m.arrived = 0;
+    m.generation++;
+  } else {
+    while (m.generation == generation) yield();
+  }
+}
+
+// The lanes' words, once all lanes have given theirs. Two exchanges take turns: nobody can be two meetings ahead.
+inline Exchange& exchange(const uint32_t* words, int count) {
+  int warp = current / 32, lane = current % 32;
+  Exchange& e = exchanges[turns[current]++ & 1][warp];
+  memcpy(e.words[lane], words, 4 * count);
+  meet(warps[warp], 32);
+  return e;
+}
+
+inline float as_float(uint32_t word, int i) { return _cvtsh_ss(uint16_t(word >> (16 * i))); }
+inline uint32_t as_word(float low, float high) {
+  return uint32_t(_cvtss_sh(low, 0)) | uint32_t(_cvtss_sh(high, 0)) << 16;
+}
+
+inline uchar* at_shared(uint32_t address, size_t size) {
+  if (address + size > shared_size || address % size) {
+    fprintf(stderr, "shared memory: %zu bytes at %u of %zu\n", size, address, shared_size);
+    abort();
+  }
+  return shared + address;
+}
+
+inline const uchar* at_global(const void* address, size_t size) {
+  if (reinterpret_cast<uintptr_t>(address) % size) {
+    fprintf(stderr, "global memory: %zu bytes at an address that is no multiple\n", size);
+    abort();
+  }
+  return static_cast<const uchar*>(address);
+}
+
+template <typename T, typename... D>
+void load(const uchar* from, D&... out) {
+  const T* values = reinterpret_cast<const T*>(from);
+  int i = 0;
+  ((out = values[i++]), ...);
+}
+
+template <typename T, typename... V>
+void store(uchar* to, V... values) {
+  T* out = reinterpret_cast<T*>(to);
+  int i = 0;
+  ((out[i++] = values), ...);
+}
+
+inline void copy_async(uint32_t to, const void* from) {
+  at_shared(to, 16);
+  at_global(from, 16);
+  threads[current].copies.back().push_back({to, from});
+}
+
+inline void copy_commit() { threads[current].copies.emplace_back(); }
+
+// Copies are done as late as they may be, so that a missing wait shows.
+inline void copy_wait(size_t pending) {
+  auto& groups = threads[current].copies;
+  while (groups.size() > pending + 1) {
+    for (const Copy& c : groups.front()) memcpy(at_shared(c.to, 16), c.from, 16);
+    groups.pop_front();
+  }
+}
+
+inline void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
+  uint32_t words[6] = {a0, a1, a2, a3, b0, b1};
+  Exchange& e = exchange(words, 6);
+  int g = current % 32 / 4, c = current % 4;
+  float d[4] = {c0, c1, c2, c3};
+  for (int i = 0; i < 4; i++) {
+    int row = i / 2, column = 2 * c + i % 2;
+    for (int k = 0; k < 16; k++) {
+      int lane = k % 8 / 2, upper = k / 8;
+      float a = as_float(e.words[4 * g + lane][row + 2 * upper], k % 2);
+      float b = as_float(e.words[4 * column + lane][4 + upper], k % 2);
+      d[i] += a * b;
+    }
+  }
+  d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
+}
+
+inline void transpose(uint32_t& d, uint32_t a) {
+  Exchange& e = exchange(&a, 1);
+  int g = current % 32 / 4, c = current % 4;
+  uint32_t low = e.words[4 * (2 * c) + g / 2][0] >> (16 * (g % 2)) & 0xffff;
+  uint32_t high = e.words[4 * (2 * c + 1) + g / 2][0] >> (16 * (g % 2)) & 0xffff;
+  d = low | high << 16;
+}
+
+inline void pick_bytes(uint32_t& d, uint32_t a, uint32_t b, uint32_t selector) {
+  uint64_t all = uint64_t(b) << 32 | a;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; i++) out |= uint32_t(all >> (8 * (selector >> (4 * i) & 7)) & 0xff) << (8 * i);
+  d = out;
+}
+
+template <typename T>
+T shuffle(T value, int lane) {
+  uint32_t word;
+  memcpy(&word, &value, 4);
+  word = exchange(&word, 1).words[lane][0];
+  memcpy(&value, &word, 4);
+  return value;
+}
+
+inline void run_thread() {
+  kernel();
+  threads[current].done = true;
+  swapcontext(&threads[current].context, &scheduler);
+}
+
+inline void run_block(int count) {
+  warps.assign(count / 32, {});
+  for (auto& e : exchanges) e.assign(count / 32, {});
+  turns.assign(count, 0);
+  block = {};
+  memset(shared, 0xff, shared_size);
+  for (Thread& t : threads) {
+    t.done = false;
+    t.copies.assign(1, {});
+    getcontext(&t.context);
+    t.context.uc_stack.ss_sp = t.stack.data();
+    t.context.uc_stack.ss_size = t.stack.size();
+    t.context.uc_link = nullptr;
+    makecontext(&t.context, run_thread, 0);
+  }
+  for (int left = count; left > 0;) {
+    left = 0;
+    for (current = 0; current < count; current++) {
+      if (threads[current].done) continue;
+      swapcontext(&scheduler, &threads[current].context);
+      left += !threads[current].done;
+    }
+  }
+}
+
+inline void start(int count, size_t bytes, void (*entry)()) {
+  threads.resize(count);
+  for (Thread& t : threads) t.stack.resize(1 << 16);
+  shared_size = bytes;
+  shared = static_cast<uchar*>(aligned_alloc(128, (bytes + 127) / 128 * 128));
+  kernel = entry;
+}
+
+inline void* read_array(const char* path, size_t size) {
+  void* data = malloc(size ? size : 1);
+  FILE* file = fopen(path, "rb");
+  if (!file || fread(data, 1, size, file) != size) {
+    fprintf(stderr, "cannot read %s\n", path);
+    exit(3);
+  }
+  fclose(file);
+  return data;
+}
+
+inline void write_array(const char* path, const void* data, size_t size) {
+  FILE* file = fopen(path, "wb");
+  if (!file || fwrite(data, 1, size, file) != size) exit(3);
+  fclose(file);
+}
+
+}  // namespace simt
+
+struct ThreadIndex {
+  struct X {
+    operator int() const { return simt::current; }
+  } x;
+};
+static ThreadIndex threadIdx;
+#define blockIdx simt::block_index
+
+inline void __syncthreads() { simt::meet(simt::block, int(simt::threads.size())); }
+inline void __syncwarp() { simt::meet(simt::warps[simt::current / 32], 32); }
+template <typename T>
+T __shfl_sync(uint, T value, int lane, int) {
+  return simt::shuffle(value, lane & 31);
+}
+template <typename T>
+T __shfl_xor_sync(uint, T value, int mask, int) {
+  return simt::shuffle(value, (simt::current & 31) ^ mask);
+}
+inline int __any_sync(uint, int predicate) {
+  uint32_t word = predicate != 0;
+  auto& e = simt::exchange(&word, 1);
+  int found = 0;
+  for (auto& lane : e.words) found |= lane[0];
+  return found;
+}
+inline uint32_t __cvta_generic_to_shared(void* p) { return uint32_t(static_cast<uchar*>(p) - simt::shared); }
+template <typename A, typename B>
+auto max(A a, B b) -> decltype(a + b) {
+  return a > b ? a : b;
+}
+template <typename A, typename B>
+auto min(A a, B b) -> decltype(a + b) {
+  return a < b ? a : b;
+}
