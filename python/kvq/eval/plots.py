@@ -122,7 +122,7 @@ def structured_figure(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.bar(places, [row[kind] for kind in kinds], width, color=_colour(index), label=row["kv"])
     axes.set_xticks([place + 0.4 - width / 2 for place in range(len(kinds))], list(kinds.values()))
     axes.set(ylabel="answers, %", ylim=(0, 105))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
