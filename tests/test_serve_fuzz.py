@@ -51,7 +51,7 @@ def test_no_body_breaks_the_server(
 ) -> None:
     if method == "GET" and mode is GenerationMode.NEGATIVE:
         pytest.skip("there is no body to spoil")
-    examples = 50 if method == "POST" else 5
+    examples = 40 if method == "POST" else 5
 
     @settings(
         max_examples=examples,
@@ -63,13 +63,12 @@ def test_no_body_breaks_the_server(
     )
     @given(case=openapi[path][method].as_strategy(generation_mode=mode))
     def run(case: schemathesis.Case) -> None:
-        if isinstance(case.body, dict) and len(seen) % 2:
+        if isinstance(case.body, dict) and mode is GenerationMode.POSITIVE and len(seen) % 2:
             # Hardly ever right by chance; without them more requests get as far as the engine.
             for name in ("model", "logit_bias", "response_format", "tools", "tool_choice", "top_logprobs"):
                 case.body.pop(name, None)
-            if mode is GenerationMode.POSITIVE:
-                for message in case.body.get("messages", []):
-                    message["content"] = message.get("content") or "hello"
+            for message in case.body.get("messages", []):
+                message["content"] = message.get("content") or "hello"
         response = case.call(timeout=30)
         seen.append(response.status_code)
         assert response.status_code < 500, f"{case.as_curl_command()}\n{response.text}"
@@ -77,4 +76,4 @@ def test_no_body_breaks_the_server(
     seen: list[int] = []
     run()
     if method == "POST":
-        assert 400 in seen and (200 in seen) == (mode is GenerationMode.POSITIVE)
+        assert 400 in seen and (200 in seen or mode is GenerationMode.NEGATIVE)
