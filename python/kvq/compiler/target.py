@@ -34,8 +34,6 @@ class CompileTarget(Protocol):
 
     Attributes
     ----------
-    device : str
-        One of :data:`DEVICES`.
     features : tuple of str
         CPU features the library needs, as :func:`kvq.cpu_features.detect` names them.
     kernels : Kernels
@@ -51,9 +49,6 @@ class CompileTarget(Protocol):
     pack_imports : callable or None
         ``fpack_imports`` of TVM's ``export_library``.
     """
-
-    @property
-    def device(self) -> str: ...
 
     @property
     def features(self) -> tuple[str, ...]: ...
@@ -93,7 +88,6 @@ class CpuTarget:
     isa: CpuIsa
     features: tuple[str, ...]
 
-    device = "cpu"
     tir_pipeline = "default"
     pack_imports = None
 
@@ -149,7 +143,6 @@ class CudaTarget:
 
     archs: tuple[str, ...]
 
-    device = "cuda"
     features = ()
 
     @property

@@ -9,7 +9,7 @@ from tvm import tirx
 from kvq.layout import KVLayout
 from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
 
-from . import kv_append, kv_seal, linear, paged_attention, pointwise, tile_attention
+from . import kv_append, kv_carry, kv_seal, linear, paged_attention, pointwise, tile_attention
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
@@ -69,7 +69,7 @@ class CudaKernels:
         return paged_attention.paged_attention_decode(layout, num_heads, dtype, tuning)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
-        return kv_seal.kv_carry(layout)
+        return kv_carry.kv_carry(layout)
 
     def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
         return linear.linear(n, k, kind)
