@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
+
+from kvq.cli.eval.options import measure, show
 
 _EXAMPLE = """example:
   kvq eval perplexity smollm2 --kv none,int8,int4,int3
@@ -50,12 +51,10 @@ def add_parser(kinds: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq eval perplexity``."""
-    from rich.progress import Progress
-
-    from kvq.cli.tables import error_console
     from kvq.errors import ConfigError
     from kvq.eval.plots import plot_perplexity
     from kvq.eval.run import evaluate_perplexity, parse_columns
+    from kvq.eval.tables import perplexity_table
 
     if args.list_peers:
         _print_peers()
@@ -65,9 +64,8 @@ def run(args: argparse.Namespace) -> int:
             "kvq eval perplexity needs a MODEL: smollm2, a checkpoint, or a converted directory"
         )
     schemes = parse_columns(args.kv, args.reference)
-    with Progress(console=error_console(), transient=True) as bar:
-        task = bar.add_task("preparing", total=None)
-        rows = evaluate_perplexity(
+    rows = measure(
+        lambda progress, report: evaluate_perplexity(
             args.model,
             schemes,
             args.text,
@@ -77,45 +75,15 @@ def run(args: argparse.Namespace) -> int:
             window=args.window,
             stride=args.stride,
             chunk=args.chunk,
-            progress=lambda done, total: bar.update(task, completed=done, total=total, description="scoring"),
-        )
+            progress=progress,
+            report=report,
+        ),
+        "scoring",
+    )
     if args.plot:
         plot_perplexity(rows, args.plot)
-    if args.json:
-        print(json.dumps(rows, indent=2))
-    else:
-        _print(args.model, rows)
+    show(args, rows, perplexity_table)
     return 0
-
-
-def _print(model: str, rows: list[dict[str, Any]]) -> None:
-    from kvq.cli.tables import print_table
-
-    first = rows[0]
-    print_table(
-        f"{model}: weights {first['quantization']}, {first['opt']}, {first['scored_tokens']} tokens scored "
-        f"in windows of {first['window']}",
-        ["kv", "bits", "at D 128", "perplexity", "±", "delta", "±", "KL (nats)", "±", "KL p99", "same top-1"],
-        [
-            [
-                row["kv"],
-                f"{row['bits_per_value']:.2f}",
-                f"{row['bits_per_value_d128']:.2f}",
-                f"{row['perplexity']:.3f}",
-                f"{row['stderr']:.3f}",
-                f"{row['delta_percent']:+.2f}%",
-                f"{row['delta_stderr']:.2f}",
-                f"{row['kl']:.5f}",
-                f"{row['kl_stderr']:.5f}",
-                f"{row['kl_p99']:.3f}",
-                f"{row['top1_percent']:.1f}%",
-            ]
-            for row in rows
-        ],
-    )
-    print(f"against {first['kv']}; prefill chunk: {first['chunk']} tokens")
-    for row in rows:
-        print(f"{row['kv']}: {row['scheme']}; {row['attends']}")
 
 
 def _print_peers() -> None:
