@@ -79,9 +79,8 @@ def compare_greedy(cpu: LoadedModel, cuda: LoadedModel, tokenizer: Tokenizer, co
         if margin > MARGIN:
             clear += 1
             equal += expected == found
-        print(
-            f"margin {margin:.4f} {'equal' if expected == found else 'DIFFERENT'}: {tokenizer.decode(found)!r}"
-        )
+        verdict = "equal" if expected == found else "DIFFERENT"
+        print(f"margin {margin:.4f} {verdict}: {tokenizer.decode(found)!r}")
     return {"greedy_tokens": count, "greedy_prompts": clear, "greedy_equal": equal}
 
 
