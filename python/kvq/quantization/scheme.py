@@ -2,8 +2,8 @@
 
 ``--quantization`` names a weight scheme, or an alias that also names a cache scheme
 (``q4f16kv`` = weights ``q4f16_1`` with an int4 cache). ``--kv-quantization`` sets the cache alone:
-``none``, ``int8``, ``int4``, ``int3``, or a mix spelled ``k=int4:v=int3``. ``float32`` rounds nothing, whatever
-the weights: what the quality of the others is measured against.
+``none``, ``int8``, ``int4``, ``int3``, or a mix spelled ``k=int4:v=int3``. ``float32`` rounds nothing,
+whatever the weights: what the quality of the others is measured against.
 """
 
 from __future__ import annotations
