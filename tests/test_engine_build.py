@@ -159,10 +159,10 @@ def test_a_converted_directory_is_compiled_and_left_as_it_is(
     check_whole(built)
     assert built.weights_dir == converted and sorted(p.name for p in converted.iterdir()) == before
     (converted / "lib.so").write_text("for int4")
-    other = prepare_model(converted, kv_quantization="int3", max_batch_size=20, cache_dir=tmp_path / "c")
+    other = prepare_model(converted, kv_quantization="int3", max_batch_size=200, cache_dir=tmp_path / "c")
     assert [line.split()[0] for line in compiled(log)] == ["int4", "int3"]
     config = ChatConfig.load(other.config_dir)
-    assert (config.kv_quantization, config.max_batch_size, config.context_window_size) == ("int3", 20, 1024)
+    assert (config.kv_quantization, config.max_batch_size, config.context_window_size) == ("int3", 200, 1024)
 
 
 def test_other_weights_than_the_directorys_are_refused(converted: Path, tmp_path: Path, log: Path) -> None:

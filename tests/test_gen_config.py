@@ -63,7 +63,7 @@ def test_sizes(tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path / "in")
     edit_json(path / "config.json", max_position_embeddings=8192)
     chat = gen_config(path, "q0f16", tmp_path / "out")
-    assert (chat.context_window_size, chat.prefill_chunk_size, chat.max_batch_size) == (8192, 2048, 8)
+    assert (chat.context_window_size, chat.prefill_chunk_size, chat.max_batch_size) == (8192, 2048, 128)
     chat = gen_config(path, "q0f16", tmp_path / "out", context_window_size=500, prefill_chunk_size=64)
     assert (chat.context_window_size, chat.prefill_chunk_size) == (500, 64)
     assert "--context-window-size 8193 is out of range" in refuse(
