@@ -5,7 +5,7 @@ import pytest
 
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
-from kvq.quantization import fragments, kv_codec
+from kvq.quantization import fragments, kv_codec, lanes
 
 BITS = (8, 4, 3, 2)
 
@@ -17,9 +17,9 @@ def make_layout(k_bits, v_bits, dim=64, page=64, order="lanes", mixed_keys=True)
 @pytest.mark.parametrize("bits", [*BITS, 5, 1])
 def test_pack_round_trip_and_density(bits):
     codes = np.random.default_rng(bits).integers(0, 2**bits, (5, 7, 32))
-    words = kv_codec.pack_codes(codes, bits)
+    words = lanes.pack_codes(codes, bits)
     assert words.shape == (5, 7, bits) and words.dtype == np.uint32
-    np.testing.assert_array_equal(kv_codec.unpack_codes(words, bits), codes)
+    np.testing.assert_array_equal(lanes.unpack_codes(words, bits), codes)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -77,7 +77,7 @@ def test_fragments_hold_the_registers_of_the_instruction(bits, page, dim):
 def test_fragments_change_the_order_alone(k_bits, v_bits, page, dim):
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 3, page, dim)).astype(np.float16)
-    lanes, order = (make_layout(k_bits, v_bits, dim, page, order, False) for order in ("lanes", "fragments"))
+    plain, order = (make_layout(k_bits, v_bits, dim, page, order, False) for order in ("lanes", "fragments"))
     words = kv_codec.seal_unit(k, v, order)
     assert words.shape == (3, order.unit_words)
     offsets = (
@@ -88,7 +88,7 @@ def test_fragments_change_the_order_alone(k_bits, v_bits, page, dim):
         order.k_header_offset,
     )
     assert all(offset % 4 == 0 for offset in (*offsets, order.unit_words))
-    expected = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, lanes), lanes)
+    expected = kv_codec.unpack_unit(kv_codec.seal_unit(k, v, plain), plain)
     found = kv_codec.unpack_unit(words, order)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

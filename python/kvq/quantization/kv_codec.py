@@ -17,13 +17,11 @@ import numpy as np
 
 from kvq.layout import (
     BASE_BITS,
-    CODES_PER_CHUNK,
-    K_LANES,
     SCALE_BIAS,
     SCALE_MIN_EXPONENT,
     KVLayout,
 )
-from kvq.quantization import fragments
+from kvq.quantization import fragments, lanes
 
 #: A scale's float32 bits, shifted down to its 4 mantissa bits, minus those of its code, is
 #: ``16 * (base + _EXPONENT_OFFSET)``.
@@ -42,47 +40,6 @@ def hadamard(dim: int) -> np.ndarray:
     while len(h) < block:
         h = np.block([[h, h], [h, -h]])
     return np.kron(np.eye(dim // block), h / np.sqrt(block)).astype(np.float32)
-
-
-def pack_codes(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Pack 32 codes into ``bits`` words.
-
-    Codes of 1, 2, 4 or 8 bits lie in order. Of 3-bit (5-bit) codes, words hold ten (six) each in their
-    low 30 bits; the last two codes lie across the top two bits of all words.
-
-    Parameters
-    ----------
-    codes : np.ndarray
-        Integers below ``2**bits``, ``[..., 32]``.
-
-    Returns
-    -------
-    np.ndarray
-        uint32 ``[..., bits]``.
-    """
-    codes = codes.astype(np.uint32)
-    words = np.zeros((*codes.shape[:-1], bits), np.uint32)
-    per_word = 32 // bits
-    for i in range(per_word * bits):
-        words[..., i // per_word] |= codes[..., i] << np.uint32(bits * (i % per_word))
-    for i in range(per_word * bits, CODES_PER_CHUNK):
-        for w in range(bits):
-            words[..., w] |= ((codes[..., i] >> np.uint32(w)) & np.uint32(1)) << np.uint32(i)
-    return words
-
-
-def unpack_codes(words: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of :func:`pack_codes`: uint32 ``[..., bits]`` to uint32 ``[..., 32]``."""
-    words = words.astype(np.uint32)
-    codes = np.zeros((*words.shape[:-1], CODES_PER_CHUNK), np.uint32)
-    mask = np.uint32(2**bits - 1)
-    per_word = 32 // bits
-    for i in range(per_word * bits):
-        codes[..., i] = (words[..., i // per_word] >> np.uint32(bits * (i % per_word))) & mask
-    for i in range(per_word * bits, CODES_PER_CHUNK):
-        for w in range(bits):
-            codes[..., i] |= ((words[..., w] >> np.uint32(i)) & np.uint32(1)) << np.uint32(w)
-    return codes
 
 
 def sanitize(x: np.ndarray) -> np.ndarray:
@@ -248,61 +205,30 @@ def quantize_values(
     return codes.astype(np.uint32), scale
 
 
-def _pack_keys(codes: np.ndarray, layout: KVLayout, order: np.ndarray | None) -> np.ndarray:
+def _pack(
+    codes: np.ndarray, layout: KVLayout, side: fragments.Side, order: np.ndarray | None = None
+) -> np.ndarray:
+    """Words of a component's codes, ``[..., page, head_dim]``, in the order of the layout."""
+    bits = (layout.k_bits if side is fragments.KEYS else layout.v_bits) or 0
     if layout.order == "fragments":
-        return fragments.pack(codes, layout.k_bits or 0, fragments.KEYS)
-    if order is not None:
-        codes = np.take_along_axis(codes, order[..., None, :], axis=-1)
-    lead, parts, start = codes.shape[:-2], [], 0
-    for bits, channels in layout.k_classes:
-        part = codes[..., start : start + channels]
-        per_lane = part.reshape(*lead, layout.page_size // K_LANES, K_LANES, channels)
-        stream = np.moveaxis(per_lane, (-1, -3, -2), (-3, -2, -1))  # [..., channel, q, lane]
-        stream = stream.reshape(*lead, -1, CODES_PER_CHUNK, K_LANES)
-        words = pack_codes(np.moveaxis(stream, -2, -1), bits)  # [..., chunk, lane, b]
-        parts.append(np.moveaxis(words, -1, -2).reshape(*lead, -1))
-        start += channels
-    return np.concatenate(parts, axis=-1)
+        return fragments.pack(codes, bits, side)
+    return (
+        lanes.pack_keys(codes, layout, order) if side is fragments.KEYS else lanes.pack_values(codes, layout)
+    )
 
 
-def _unpack_keys(words: np.ndarray, layout: KVLayout, order: np.ndarray | None) -> np.ndarray:
+def _unpack(
+    words: np.ndarray, layout: KVLayout, side: fragments.Side, order: np.ndarray | None = None
+) -> np.ndarray:
+    """The inverse of :func:`_pack`."""
+    bits = (layout.k_bits if side is fragments.KEYS else layout.v_bits) or 0
     if layout.order == "fragments":
-        return fragments.unpack(words, layout, layout.k_bits or 0, fragments.KEYS)
-    lead, parts, start = words.shape[:-1], [], 0
-    for bits, channels in layout.k_classes:
-        end = start + channels * layout.page_size * bits // 32
-        chunks = words[..., start:end].reshape(*lead, -1, bits, K_LANES)
-        stream = np.moveaxis(
-            unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2
-        )  # [..., chunk, 32, lane]
-        per_lane = stream.reshape(*lead, channels, layout.page_size // K_LANES, K_LANES)
-        part = np.moveaxis(per_lane, (-3, -2, -1), (-1, -3, -2))
-        parts.append(part.reshape(*lead, layout.page_size, channels))
-        start = end
-    stored = np.concatenate(parts, axis=-1)
-    if order is None:
-        return stored
-    codes = np.empty_like(stored)
-    np.put_along_axis(codes, np.broadcast_to(order[..., None, :], stored.shape), stored, axis=-1)
-    return codes
-
-
-def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
-    if layout.order == "fragments":
-        return fragments.pack(codes, layout.v_bits or 0, fragments.VALUES)
-    lead = codes.shape[:-2]
-    chunks = codes.reshape(*lead, -1, CODES_PER_CHUNK, layout.head_dim)
-    words = pack_codes(np.moveaxis(chunks, -2, -1), layout.v_bits or 0)  # [..., chunk, channel, b]
-    return np.moveaxis(words, -1, -2).reshape(*lead, -1)
-
-
-def _unpack_values(words: np.ndarray, layout: KVLayout) -> np.ndarray:
-    if layout.order == "fragments":
-        return fragments.unpack(words, layout, layout.v_bits or 0, fragments.VALUES)
-    lead, bits = words.shape[:-1], layout.v_bits or 0
-    chunks = words.reshape(*lead, -1, bits, layout.head_dim)
-    codes = np.moveaxis(unpack_codes(np.moveaxis(chunks, -2, -1), bits), -1, -2)
-    return codes.reshape(*lead, layout.page_size, layout.head_dim)
+        return fragments.unpack(words, layout, bits, side)
+    return (
+        lanes.unpack_keys(words, layout, order)
+        if side is fragments.KEYS
+        else lanes.unpack_values(words, layout)
+    )
 
 
 def _as_words(x: np.ndarray) -> np.ndarray:
@@ -358,18 +284,18 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray
             widths = key_widths(k, None, layout)
         codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits if widths is None else widths)
         order = None if widths is None else key_order(widths)
-        parts += [_pack_keys(codes, layout, order), _as_words(scale_codes), _as_words(minimum)]
+        parts += [_pack(codes, layout, fragments.KEYS, order), _as_words(scale_codes), _as_words(minimum)]
         header = key_header(base, widths, layout.k_bits)
     carried = header if layout.header_in_v_scales else None
     if layout.v_bits is None:
         parts.append(_pack_rows(v, layout, fragments.VALUES))
     else:
         codes, scale = quantize_values(v, layout.v_bits, carried)
-        parts += [_pack_values(codes, layout), _as_words(scale)]
+        parts += [_pack(codes, layout, fragments.VALUES), _as_words(scale)]
     if header is not None and carried is None:
         own = np.zeros((*lead, (layout.unit_words - layout.k_header_offset) * 32), np.uint32)
         own[..., : header.shape[-1]] = header
-        parts.append(pack_codes(own.reshape(*lead, -1, 32), 1)[..., 0])
+        parts.append(lanes.pack_codes(own.reshape(*lead, -1, 32), 1)[..., 0])
     return np.concatenate(parts, axis=-1)
 
 
@@ -396,7 +322,7 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     else:
         scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_header_offset])
         out["v_scale"] = scales.view(np.float16)
-        out["v_codes"] = _unpack_values(v_raw, layout)
+        out["v_codes"] = _unpack(v_raw, layout, fragments.VALUES)
         centred = out["v_codes"].astype(np.float32) - np.float32(2 ** (layout.v_bits - 1))
         out["v"] = centred * out["v_scale"].astype(np.float32)[..., None]
         out["v_unrotated"] = out["v"] @ hadamard(layout.head_dim)
@@ -408,7 +334,8 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         header = _from_carried(out["v_scale"], layout.k_header_bits)
     else:
         own = words[..., layout.k_header_offset : layout.unit_words]
-        header = unpack_codes(own[..., None], 1).reshape(*own.shape[:-1], -1)[..., : layout.k_header_bits]
+        bits = lanes.unpack_codes(own[..., None], 1)
+        header = bits.reshape(*own.shape[:-1], -1)[..., : layout.k_header_bits]
     base = (header[..., :BASE_BITS].astype(np.int32) << np.arange(BASE_BITS, dtype=np.int32)).sum(axis=-1)
     scale_codes = np.ascontiguousarray(words[..., layout.k_scale_offset : layout.k_min_offset]).view(np.uint8)
     out["k_base"] = base
@@ -420,7 +347,7 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         wider, narrower = np.split(header[..., BASE_BITS:].astype(np.int32), 2, axis=-1)
         out["k_widths"] += np.concatenate([wider - narrower] * 2, axis=-1)
         order = key_order(out["k_widths"])
-    out["k_codes"] = _unpack_keys(k_raw, layout, order)
+    out["k_codes"] = _unpack(k_raw, layout, fragments.KEYS, order)
     out["k"] = out["k_codes"].astype(np.float32) * out["k_scale"][..., None, :]
     out["k"] += out["k_min"].astype(np.float32)[..., None, :]
     return out
