@@ -10,7 +10,7 @@ from kvq.layout import KVLayout
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
 from kvq.schedules.backend import AttentionShape, Preparation
 
-from . import activations, kv_append, kv_seal, linear, paged_attention, pointwise, weight_blocks
+from . import activations, kv_append, kv_carry, kv_seal, linear, paged_attention, pointwise, weight_blocks
 from .vector import CpuIsa
 
 
@@ -88,7 +88,7 @@ class CpuKernels:
         return self.paged_attention(layout, num_heads, dtype)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
-        return kv_seal.kv_carry(layout, self.isa)
+        return kv_carry.kv_carry(layout, self.isa)
 
     def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
         return linear.linear_float(n, k, kind, self.isa)

@@ -1,10 +1,9 @@
-"""kv_seal and kv_carry: what happens to a row page when its tokens are all there, or the step ends.
+"""kv_seal: what happens to a row page when its tokens are all there.
 
 ``kv_seal`` quantizes each row page of ``seal_tasks`` into its pool page; one task is one page of one head.
 It writes the words of :func:`kvq.quantization.kv_codec.seal_unit`, bit for bit. The list is usually
 empty in decode. The row that completes a page is always in the step, so its queries are at hand: they say
-which channels matter, and no state has to be kept for it. ``kv_carry`` copies the tail page of a sequence
-from the workspace to its open page.
+which channels matter, and no state has to be kept for it.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
-from kvq.quantization.kv_codec import EXPONENT_OFFSET, MAX_ENERGY
+from kvq.quantization.kv_codec import EXPONENT_OFFSET
 
+from .key_widths import KeyWidths
 from .row_ops import vector_lanes
 from .vector import (
     CpuIsa,
@@ -39,66 +39,6 @@ def _pack(words: list, index: int, bits: int, codes, lanes: int) -> None:
         if shift:
             piece = T.shift_left(piece, splat(T.uint32(shift), lanes))
         words[word] = T.bind(piece if words[word] is None else T.bitwise_or(words[word], piece))
-
-
-def _energy_root(q, row, head, pair: int, layout: KVLayout, num_heads: int):
-    """Root of the energy of a pair of channels in the queries of KV head ``head`` at ``row``."""
-    group, half = num_heads // layout.num_kv_heads, layout.head_dim // 2
-    energy = T.float32(0)
-    for g in range(group):
-        first, second = (T.bind(q[row, head * group + g, pair + i * half]) for i in range(2))
-        energy = T.bind(energy + T.bind(first * first + second * second))
-    return T.sqrt(T.Select(energy <= T.float32(MAX_ENERGY), energy, T.float32(0)))
-
-
-def _rank(weight, at, half: int, lanes: int):
-    """How many pairs come before pair ``at``: heavier ones, and as heavy ones of lower number."""
-    own = T.bind(splat(weight[at], lanes))
-    count = T.sblock_alloc_buffer((lanes,), "int32")
-    put(count, splat(T.int32(0), lanes), run(0, lanes))
-    with T.serial(half // lanes) as j:
-        other = T.bind(weight[run(j * lanes, lanes)])
-        tied = T.bitwise_and(other == own, run(j * lanes, lanes) < splat(at, lanes))
-        before = T.Select(T.bitwise_or(other > own, tied), splat(T.int32(1), lanes), splat(T.int32(0), lanes))
-        put(count, count[run(0, lanes)] + before, run(0, lanes))
-    total = count[0]
-    for i in range(1, lanes):
-        total = total + count[i]
-    return T.bind(total)
-
-
-class _KeyClasses:
-    """Widths of a page's channels where they are mixed: who gets which, and where their codes lie."""
-
-    def __init__(self, layout: KVLayout, num_heads: int) -> None:
-        self.layout, self.num_heads = layout, num_heads
-        self.half = layout.head_dim // 2
-
-    def choose(self, q, row, head, spread, levels, order, header) -> None:
-        """From the ranges ``spread[D]``: ``levels[D]``, ``order[D]`` (stored to channel) and the header."""
-        layout, half = self.layout, self.half
-        lanes = vector_lanes(half, 8)
-        weight = T.sblock_alloc_buffer((half,), "float32")
-        count = T.sblock_alloc_buffer((len(layout.k_classes),), "int32")
-        with T.serial(half) as p:
-            ranges = T.bind(spread[p] * spread[p]) + T.bind(spread[p + half] * spread[p + half])
-            put(weight, ranges * _energy_root(q, row, head, p, layout, self.num_heads), p)
-        for i in range(len(layout.k_classes)):
-            put(count, T.int32(0), i)
-        with T.serial(half) as p:
-            rank = _rank(weight, p, half, lanes)
-            end = start = 0
-            for i, (bits, channels) in enumerate(layout.k_classes):
-                start, end = end, end + channels // 2
-                with T.If(T.And(rank >= start, rank < end)), T.Then():
-                    at = T.bind((count[i] + start) * 2)
-                    for part in range(2):
-                        put(order, T.cast(p, "int32") + part * half, at + part)
-                        put(levels, T.float32(2**bits - 1), p + part * half)
-                    put(count, count[i] + 1, i)
-            wide, narrow = layout.k_classes[0][1] // 2, layout.k_classes[-1][1] // 2
-            put(header, T.cast(rank < wide, "uint32"), p + BASE_BITS)
-            put(header, T.cast(rank >= half - narrow, "uint32"), p + (BASE_BITS + half))
 
 
 def _seal_keys(pool, unit, kt, classes, queries, header, layout: KVLayout, lanes: int, red) -> None:
@@ -256,7 +196,7 @@ def kv_seal(layout: KVLayout, num_heads: int, isa: CpuIsa) -> tirx.PrimFunc:
     layer, and kv_pool (written in place).
     """
     kv_heads, layers = layout.num_kv_heads, layout.num_layers
-    classes = _KeyClasses(layout, num_heads)
+    classes = KeyWidths(layout, num_heads)
     k_lanes = isa.lanes
     v_lanes = vector_lanes(layout.head_dim, isa.lanes)
 
@@ -329,43 +269,3 @@ def kv_seal(layout: KVLayout, num_heads: int, isa: CpuIsa) -> tirx.PrimFunc:
                     seal_head(vt, q, kv_open, kv_workspace, num_open, tasks, layer, pool)
 
     return kv_seal
-
-
-def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the kernel.
-
-    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (page
-    of the workspace, counted from 0; open page), layer, and kv_open (written in place).
-    """
-    kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
-
-    @T.prim_func(s_tir=True, private=True)
-    def kv_carry(
-        workspace_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-    ):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        num_open = T.int64()
-        num_workspace = T.int64()
-        num_tasks = T.int64()
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
-        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
-        for task in T.serial(counts[1]):
-            for head in T.serial(kv_heads):
-                for part in T.serial(2):
-                    for j in T.serial(unit // isa.lanes):
-                        with T.sblock("carry"):
-                            vt, vh, vp, vj = T.axis.remap("SSSS", [task, head, part, j])
-                            T.reads()
-                            T.writes()
-                            source: T.let = T.cast(tasks[vt, 0], "int64")
-                            target: T.let = T.cast(tasks[vt, 1], "int64")
-                            kv_open[target, layer, vh, vp, run(vj * isa.lanes, isa.lanes)] = kv_workspace[
-                                source, vh, vp, run(vj * isa.lanes, isa.lanes)
-                            ]
-
-    return kv_carry
