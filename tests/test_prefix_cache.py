@@ -40,6 +40,19 @@ def test_the_page_of_the_last_token_is_never_found(length: int, found: int) -> N
     assert prefix.match(text[:length]) == pages[:found]
 
 
+def test_the_most_pages_in_use_are_counted_where_they_are_taken() -> None:
+    pool, prefix = make()
+    assert pool.peak_used == 0
+    pages = hold(pool, prefix, list(range(3 * P)))
+    assert pool.peak_used == 3 and pool.num_idle == 3
+    for page in pages:  # taken up again, beside two new ones
+        pool.share(page)
+    more = [pool.allocate(), pool.allocate()]
+    for page in (*pages, *more):
+        pool.release(page)
+    assert pool.peak_used == 5
+
+
 def test_paths_branch_and_share() -> None:
     pool, prefix = make()
     a = hold(pool, prefix, [1] * P + [2] * P)

@@ -35,3 +35,10 @@ class CacheError(KvqError):
 
 class EngineError(KvqError):
     """An answer that the engine had to end: a step that failed, or a shutdown."""
+
+
+def check_positive(**options: int) -> None:
+    """Refuse an option below 1 with a ConfigError that names it as the command line does."""
+    for name, value in options.items():
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} makes no sense: it must be at least 1")

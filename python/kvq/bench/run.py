@@ -10,7 +10,7 @@ import numpy as np
 
 from kvq.bench.timing import take_turns, timed
 from kvq.compare import Comparison
-from kvq.errors import ConfigError
+from kvq.errors import check_positive
 from kvq.runtime.kv_cache import SequenceId
 from kvq.runtime.loaded_model import LoadedModel
 
@@ -94,7 +94,7 @@ def bench_decode(
     KvqError
         If an argument or the model is unsuitable.
     """
-    _positive(context=min(contexts), batch=batch, steps=steps, rounds=rounds)
+    check_positive(context=min(contexts), batch=batch, steps=steps, rounds=rounds)
     say = report or (lambda _: None)
     comparison = Comparison(model, quantization, schemes, opt, say)
     chunk = min(comparison.prefill_chunk_size, max(contexts))
@@ -143,7 +143,7 @@ def bench_prefill(
     KvqError
         If an argument or the model is unsuitable.
     """
-    _positive(tokens=min(lengths), rounds=rounds)
+    check_positive(tokens=min(lengths), rounds=rounds)
     say = report or (lambda _: None)
     comparison = Comparison(model, quantization, schemes, opt, say)
     chunk = chunk or min(comparison.prefill_chunk_size, max(lengths))
@@ -168,9 +168,3 @@ def _prefill_round(model: LoadedModel, length: int, chunk: int) -> float:
 
 def _conditions(comparison: Comparison, loaded: LoadedModel, opt: str) -> dict[str, Any]:
     return {"threads": comparison.threads, "quantization": loaded.metadata.quantization, "opt": opt}
-
-
-def _positive(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ConfigError(f"--{name} {value} makes no sense: it must be at least 1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,7 +16,6 @@ from kvq.bench.serve_load import Load, LoadRequest, make_requests
 from kvq.errors import ConfigError, EngineError
 
 _PERCENTILES = (50, 95, 99)
-_POLL_SECONDS = 0.2
 
 
 @dataclass
@@ -44,7 +42,7 @@ class ServeResult:
     seconds : float
         From the first request to the last answer.
     peak_pages, total_pages : int or None
-        Most pages that running requests held, of so many; None where the server does not tell.
+        Most pages that requests have held since the server started, of so many; None where it does not tell.
     """
 
     load: Load
@@ -151,15 +149,11 @@ async def _drive(
                 if report is not None:
                     report(f"{finished} of {len(requests)} requests")
 
-        peak = _Peak()
-        watcher = asyncio.create_task(peak.watch(http))
         started = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(load.clients)))
         seconds = time.perf_counter() - started
-        watcher.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watcher
-    return ServeResult(load, records, seconds, peak.pages, peak.total)
+        peak_pages, total_pages = await _pages(http)
+    return ServeResult(load, records, seconds, peak_pages, total_pages)
 
 
 async def _ask(http: httpx.AsyncClient, model: str, request: LoadRequest, record: Record) -> None:
@@ -205,19 +199,10 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
             yield json.loads(line[len("data: ") :])
 
 
-class _Peak:
-    """Looks at ``/stats`` now and then."""
-
-    def __init__(self) -> None:
-        self.pages: int | None = None
-        self.total: int | None = None
-
-    async def watch(self, http: httpx.AsyncClient) -> None:
-        while True:
-            try:
-                stats = (await http.get("/stats")).raise_for_status().json()
-                self.pages = max(self.pages or 0, stats["used_pages"])
-                self.total = stats["total_pages"]
-            except Exception:  # another server: it has no such page
-                return
-            await asyncio.sleep(_POLL_SECONDS)
+async def _pages(http: httpx.AsyncClient) -> tuple[int | None, int | None]:
+    """Most pages that requests have held since the server started, and how many there are."""
+    try:
+        stats = (await http.get("/stats")).raise_for_status().json()
+        return stats["peak_pages"], stats["total_pages"]
+    except (httpx.HTTPError, ValueError, KeyError):  # another server: it has no such page
+        return None, None

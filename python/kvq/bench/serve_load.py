@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, check_positive
 
 #: Median and spread (of the logarithm) of prompts and answers, in tokens: many short ones, a long tail.
 _PROMPT = (60, 1.1)
@@ -51,16 +51,14 @@ class Load:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "requests",
-            "clients",
-            "prefixes",
-            "prefix_tokens",
-            "most_prompt_tokens",
-            "most_answer_tokens",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} {getattr(self, name)} makes no sense: it must be at least 1")
+        check_positive(
+            requests=self.requests,
+            clients=self.clients,
+            prefixes=self.prefixes,
+            prefix_tokens=self.prefix_tokens,
+            most_prompt_tokens=self.most_prompt_tokens,
+            most_answer_tokens=self.most_answer_tokens,
+        )
         if not 0 <= self.shared_part <= 1:
             raise ConfigError(f"shared_part {self.shared_part} makes no sense: it must be between 0 and 1")
 

@@ -274,6 +274,7 @@ class EngineCore:
             waiting=len(scheduler.waiting),
             total_pages=pool.num_pages,
             used_pages=pool.num_pages - pool.num_available,
+            peak_pages=pool.peak_used,
             cached_pages=pool.num_idle,
             max_running=cache.open_pages.num_open,
             requests=self._finished + self._cancelled + self._failed + len(self._states),

@@ -139,9 +139,9 @@ class EngineStats:
     ----------
     running, waiting : int
         Requests in the batch, and in the queue.
-    total_pages, used_pages, cached_pages : int
-        Sealed pages of the pool; those that running requests hold; those that only the prefix cache
-        holds, which are given up when they are needed.
+    total_pages, used_pages, peak_pages, cached_pages : int
+        Sealed pages of the pool; those that running requests hold, and the most they have held at once;
+        those that only the prefix cache holds, which are given up when they are needed.
     max_running : int
         Most requests in the batch.
     requests, finished, cancelled, failed : int
@@ -160,6 +160,7 @@ class EngineStats:
     waiting: int
     total_pages: int
     used_pages: int
+    peak_pages: int
     cached_pages: int
     max_running: int
     requests: int

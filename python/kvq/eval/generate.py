@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvq.compare import Comparison, Report
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, check_positive
 from kvq.eval.answers import Answers
 from kvq.eval.text import SHIPPED, read_text
 from kvq.tokenizer import Tokenizer
@@ -91,9 +91,7 @@ def evaluate_generate(
     KvqError
         If an argument, a text or the model is unsuitable.
     """
-    for option, value in (("prompts", prompts), ("prompt-tokens", prompt_tokens), ("tokens", tokens)):
-        if value < 1:
-            raise ConfigError(f"--{option} {value} makes no sense: it must be at least 1")
+    check_positive(prompts=prompts, prompt_tokens=prompt_tokens, tokens=tokens)
     if not texts:
         raise ConfigError(f"--text names no text: use for example {','.join(SHIPPED)}")
     contents = [read_text(text) for text in texts]

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, check_positive
 from kvq.eval.metrics import Distributions, Scores, standard_error
 from kvq.layout import KVLayout
 from kvq.quantization.scheme import EXACT
@@ -131,8 +131,7 @@ def check_sizes(window: int, stride: int, chunk: int = 1) -> None:
     """Refuse sizes that make no sense with a ConfigError."""
     if not 1 <= stride <= window or window < 2:
         raise ConfigError(f"--window {window} and --stride {stride}: need 1 <= stride <= window, window >= 2")
-    if chunk < 1:
-        raise ConfigError(f"--chunk {chunk} makes no sense: it must be at least 1")
+    check_positive(chunk=chunk)
 
 
 def score(

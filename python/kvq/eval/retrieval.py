@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvq.compare import Comparison, Report
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, check_positive
 from kvq.eval.answers import Answers, KeysRead
 from kvq.eval.haystacks import DEFAULT_DEPTHS, TASKS, Haystack, haystacks
 from kvq.eval.text import DEFAULT_TEXT, read_text
@@ -186,8 +186,7 @@ def _check(tasks: Sequence[str], depths: Sequence[int], trials: int) -> None:
         or not all(0 <= d <= 100 for d in depths)
     ):
         raise ConfigError(f"--depths: need 1 to {most} different percentages between 0 and 100")
-    if trials < 1:
-        raise ConfigError(f"--trials {trials} makes no sense: it must be at least 1")
+    check_positive(trials=trials)
 
 
 def _row(

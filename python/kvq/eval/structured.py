@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvq.compare import Comparison, Report
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, check_positive
 from kvq.eval.answers import Answers
 from kvq.eval.json_tasks import TaskSet, prompt, task_sets
 from kvq.tokenizer import Tokenizer
@@ -88,9 +88,7 @@ def evaluate_structured(
     KvqError
         If an argument or the model is unsuitable, or jsonschema is missing.
     """
-    for option, value in (("tasks", tasks), ("examples", examples)):
-        if value < 1:
-            raise ConfigError(f"--{option} {value} makes no sense: it must be at least 1")
+    check_positive(tasks=tasks, examples=examples)
     judge("{}", {}, {})
     sets = task_sets(tasks, examples, seed)
     comparison = Comparison(model, quantization, schemes, opt, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvq.errors import ConfigError
+from kvq.errors import check_positive
 from kvq.layout import KVLayout
 
 #: Partial results of split rows that the attention's scratch holds, unless a library says otherwise.
@@ -48,13 +48,11 @@ class CacheShape:
 
         A tensor of no elements is no good to a kernel, so every number is at least one.
         """
-        for name, value in (
-            ("context-window-size", context_window_size),
-            ("max-batch-size", max_batch_size),
-            ("prefill-chunk-size", prefill_chunk_size),
-        ):
-            if value < 1:
-                raise ConfigError(f"--{name} {value} makes no sense: it must be at least 1")
+        check_positive(
+            context_window_size=context_window_size,
+            max_batch_size=max_batch_size,
+            prefill_chunk_size=prefill_chunk_size,
+        )
         chunk = min(prefill_chunk_size, context_window_size * max_batch_size)
         if num_pages is None:
             num_pages = layout.pages_for(context_window_size) * max_batch_size

@@ -8,7 +8,13 @@ from kvq.errors import CacheError
 
 
 class PagePool:
-    """Numbers of the sealed pages: a free list, reference counts, and which of them a prefix cache holds."""
+    """Numbers of the sealed pages: a free list, reference counts, and which of them a prefix cache holds.
+
+    Attributes
+    ----------
+    peak_used : int
+        Most pages that sequences held at once so far.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -16,6 +22,7 @@ class PagePool:
         self._refs = [0] * num_pages
         self._cached = bytearray(num_pages)
         self._num_idle = 0
+        self.peak_used = 0
 
     @property
     def num_free(self) -> int:
@@ -53,6 +60,7 @@ class PagePool:
             raise CacheError(f"out of KV pages: all {self.num_pages} are in use")
         page = self._free.pop()
         self._refs[page] = 1
+        self._note_peak()
         return page
 
     def share(self, page: int) -> None:
@@ -61,7 +69,11 @@ class PagePool:
             raise CacheError(f"page {page} is free and cannot be shared")
         if self._cached[page] and self._refs[page] == 1:
             self._num_idle -= 1
+            self._note_peak()
         self._refs[page] += 1
+
+    def _note_peak(self) -> None:
+        self.peak_used = max(self.peak_used, self.num_pages - self.num_available)
 
     def release(self, page: int) -> None:
         """Drop a holder; the page is free again after its last."""

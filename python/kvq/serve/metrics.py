@@ -21,6 +21,7 @@ _GAUGES = (
     ("kvq_requests_max_running", "Most requests in the batch", "max_running"),
     ("kvq_pages", "Sealed pages of the pool", "total_pages"),
     ("kvq_pages_used", "Pages that running requests hold", "used_pages"),
+    ("kvq_pages_peak", "Most pages that running requests have held at once", "peak_pages"),
     ("kvq_pages_cached", "Pages that only the prefix cache holds", "cached_pages"),
 )
 _COUNTERS = (
