@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,9 +22,49 @@ CHAT_CONFIG_NAME = "mlc-chat-config.json"
 #: Kinds of RoPE scaling that a model may ask for, by ``rope_type``.
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
+#: What the tokens of a layer see, by Hugging Face's names.
+LayerType = Literal["full_attention", "sliding_attention"]
+#: Which RoPE a layer has: the model's, that of its sliding layers, or none.
+RopeKind = Literal["global", "local", "none"]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Attention of one layer, as far as layers of a model differ.
+
+    Attributes
+    ----------
+    window : int or None
+        A query at position p sees the keys at ``p - window + 1 .. p``; None: all up to p.
+    rope : {"global", "local", "none"}
+        Which RoPE turns queries and keys.
+    """
+
+    window: int | None = None
+    rope: RopeKind = "global"
+
 
 class ModelConfig(BaseModel):
-    """Architecture of a decoder-only transformer. Field names are Hugging Face's."""
+    """Architecture of a decoder-only transformer. Field names are Hugging Face's where it has the field.
+
+    Attributes
+    ----------
+    sliding_window : int or None
+        Tokens that a sliding layer sees, the query's own among them.
+    layer_types : tuple of str or None
+        ``full_attention`` or ``sliding_attention`` for each layer. None: every layer slides if there is a
+        ``sliding_window``, otherwise none does.
+    rope_local_theta : float or None
+        RoPE base of the sliding layers, which then have no scaling (Gemma 3). None: the one of all layers.
+    rope_layers : tuple of bool or None
+        Whether each layer has RoPE (SmolLM3). None: all have.
+    attn_logit_softcapping : float or None
+        ``c`` of the scores ``c * tanh(score / c)``, before the mask (Gemma 2).
+    attention_sinks : bool
+        Each layer has a learned logit a query head that takes part in the softmax without a value (gpt-oss).
+    query_pre_attn_scalar : float or None
+        Scores are scaled by its inverse square root. None: ``head_dim``.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,6 +86,33 @@ class ModelConfig(BaseModel):
     attention_output_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
+    sliding_window: int | None = Field(default=None, gt=0)
+    layer_types: tuple[LayerType, ...] | None = None
+    rope_local_theta: float | None = Field(default=None, gt=0)
+    rope_layers: tuple[bool, ...] | None = None
+    attn_logit_softcapping: float | None = Field(default=None, gt=0)
+    attention_sinks: bool = False
+    query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+
+    @property
+    def sm_scale(self) -> float:
+        """What scores are multiplied by."""
+        return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def layer_attention(self) -> tuple[LayerAttention, ...]:
+        """Attention of every layer."""
+        count = self.num_hidden_layers
+        kind = "full_attention" if self.sliding_window is None else "sliding_attention"
+        slides = [kind == "sliding_attention" for kind in self.layer_types or (kind,) * count]
+        local: RopeKind = "global" if self.rope_local_theta is None else "local"
+        return tuple(
+            LayerAttention(
+                window=self.sliding_window if sliding else None,
+                rope="none" if not rotates else local if sliding else "global",
+            )
+            for sliding, rotates in zip(slides, self.rope_layers or (True,) * count, strict=True)
+        )
 
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
@@ -58,6 +126,13 @@ class ModelConfig(BaseModel):
                 f"rope_scaling has the unknown rope_type {self.rope_scaling.get('rope_type')!r}: "
                 f"known are {', '.join(ROPE_TYPES)}"
             )
+        for name, of_layers in (("layer_types", self.layer_types), ("rope_layers", self.rope_layers)):
+            if of_layers is not None and len(of_layers) != self.num_hidden_layers:
+                raise ValueError(
+                    f"{name} has {len(of_layers)} entries, but num_hidden_layers is {self.num_hidden_layers}"
+                )
+        if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
+            raise ValueError("layer_types names sliding layers, but sliding_window is missing")
         return self
 
 

@@ -26,12 +26,11 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
-from kvq.model.kv_cache import CREATE_GENERIC
+from kvq.model.kv_cache import ATTENTION, CREATE_GENERIC
 from kvq.model.rope import rope_parameters
 from kvq.quantization.scheme import KVQuantization
 from kvq.schedules.backend import Kernels
 
-ATTENTION = "vm.builtin.attention_kv_cache_attention_with_fused_qkv"
 POSITIONS = "vm.builtin.attention_kv_cache_get_query_positions"
 
 #: What stands in place of the opaque cache, in this order.
@@ -93,6 +92,8 @@ class CacheGeometry:
         factors = args[14]
         if isinstance(factors, GenericConst) and (factors.value.numpy() != 1).any():
             raise CompileError("RoPE extension factors (longrope) cannot be compiled")
+        if len(args) > 18:
+            raise CompileError(f"attention with {args[18].value} cannot be compiled yet")
         rope_mode = int(args[10])
         return cls(
             num_layers=layers,
@@ -259,7 +260,9 @@ class _Rewriter(PyExprMutator):
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         callee = _callee(call)
         if callee == ATTENTION:
-            _, layer, sm_scale, qkv = call.args[1].fields
+            _, layer, sm_scale, qkv, *sinks = call.args[1].fields
+            if sinks:
+                raise CompileError("attention sinks cannot be compiled yet")
             return self.attention(layer, float(sm_scale.value), self.visit_expr(qkv), call.ty)
         if callee == POSITIONS:
             return self.state["positions"]
