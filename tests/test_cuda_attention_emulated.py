@@ -16,7 +16,7 @@ from kvq.schedules.cuda.paged_attention import _Decode, decode_tuning, paged_att
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 #: Tiles that straddle packed words, more heads than warps and than a block takes, the plainest.
-NAMES = ("int3 head_dim 80", "int4 group of 12, head_dim 96", "int4 page 32")
+NAMES = ("int4 head_dim 64, group of 3", "int3 head_dim 80", "int4 group of 12, head_dim 96")
 
 
 @pytest.fixture(scope="module", params=NAMES, ids=lambda name: name.replace(" ", "-"))

@@ -47,16 +47,16 @@ def test_fragments_hold_the_registers_of_the_instruction(bits, page, dim):
     """Register r of lane 4 g + c of tile (T, t), as the PTX manual draws operand A."""
     codes = np.random.default_rng(bits).integers(0, 2**bits, (page, dim)).astype(np.uint16)
     per_lane = page * dim // 32
-    for side in (fragments.KEYS, fragments.VALUES):
+    vector = np.gcd(page * dim * bits // 1024, 4)
+    for side in (fragments.KEY_ROWS, fragments.VALUES):
         words = fragments.pack(codes, bits, side)
         assert words.shape == (page * dim * bits // 32,)
-        vector = fragments.vector_words(page, dim, bits)
         lanes = words.reshape(-1, 32, vector).swapaxes(0, 1).reshape(32, -1, bits)
         halves = np.stack([lanes & 0xFFFF, lanes >> 16], axis=-2).astype(np.uint16)
         found = np.moveaxis(fragments.unpack_halves(halves, bits), -2, -1).reshape(32, per_lane // 8, 4, 2)
         lane, tile, pair, half = np.meshgrid(*map(np.arange, found.shape), indexing="ij")
         g, c, big, small = lane // 4, lane % 4, tile // (dim // 16), tile % (dim // 16)
-        keys = side is fragments.KEYS
+        keys = side is fragments.KEY_ROWS
         register = np.array([0, 2, 1, 3])[pair] if keys else pair  # pairs of equal parity share a factor
         row, column = g + 8 * (register % 2), 2 * c + half + 8 * (register // 2)  # of operand A
         token_in_tile, channel_in_tile = (row, column) if keys else (column, row)
@@ -70,14 +70,51 @@ def test_fragments_hold_the_registers_of_the_instruction(bits, page, dim):
         np.testing.assert_array_equal(fragments.unpack(words, layout, bits, side), codes)
 
 
+@pytest.mark.parametrize(("page", "dim"), [(64, 64), (64, 128), (32, 128), (128, 256)])
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_a_tile_of_key_codes_has_one_width(bits, page, dim):
+    """Register (x, y) of lane 4 g + c of tile (T, t): pair 8 t + 4 y + c of the pairs as they are stored."""
+    layout = make_layout(bits, 4, dim, page, "fragments")
+    wide, narrow = layout.k_classes[0][1], layout.k_classes[-1][1]
+    assert len(layout.k_classes) == 3 and wide == narrow == dim // 4
+    rng = np.random.default_rng(bits)
+    k, v = rng.standard_normal((2, page, dim)).astype(np.float16)
+    widths = kv_codec.key_widths(k, rng.standard_normal((1, dim)).astype(np.float32), layout)
+    words = kv_codec.seal_unit(k, v, layout, widths)
+    codes = kv_codec.unpack_unit(words, layout)["k_codes"]
+    count = page * dim * bits // 1024
+    lanes = words[: 32 * count].reshape(-1, 32, np.gcd(count, 4)).swapaxes(0, 1).reshape(32, count)
+    order, at = kv_codec.key_order(widths).reshape(-1, 2), 0
+    for first in range(0, page // 16, layout.k_block_tokens // 16):
+        for width, steps in ((bits + 1, wide // 16), (bits, (dim - 2 * wide) // 16), (bits - 1, wide // 16)):
+            start = {bits + 1: 0, bits: wide // 16, bits - 1: (dim - wide) // 16}[width]
+            tiles = [
+                (row, t)
+                for row in range(first, first + layout.k_block_tokens // 16)
+                for t in range(start, start + steps)
+            ]
+            chunks = lanes[:, at : at + len(tiles) * width // 4].reshape(32, -1, width)
+            at += len(tiles) * width // 4
+            halves = np.stack([chunks & 0xFFFF, chunks >> 16], axis=-2).astype(np.uint16)
+            found = np.moveaxis(fragments.unpack_halves(halves, width), -2, -1).reshape(32, len(tiles), 4, 2)
+            lane, tile, pair, half = np.meshgrid(*map(np.arange, found.shape), indexing="ij")
+            row, t = np.array(tiles).T[:, tile]
+            token = lane // 4 * (page // 8) + 2 * row + pair // 2
+            np.testing.assert_array_equal(found, codes[token, order[8 * t + 4 * (pair % 2) + lane % 4, half]])
+    assert at == count
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["even", "mixed"])
 @pytest.mark.parametrize(
     ("k_bits", "v_bits"), [(4, 4), (3, 3), (8, 8), (4, 2), (4, None), (None, 3), (None, None)]
 )
 @pytest.mark.parametrize(("page", "dim"), [(32, 64), (64, 80), (64, 128), (128, 96)])
-def test_fragments_change_the_order_alone(k_bits, v_bits, page, dim):
+def test_fragments_change_the_order_alone(k_bits, v_bits, page, dim, mixed):
     rng = np.random.default_rng(0)
     k, v = rng.standard_normal((2, 3, page, dim)).astype(np.float16)
-    plain, order = (make_layout(k_bits, v_bits, dim, page, order, False) for order in ("lanes", "fragments"))
+    plain, order = (make_layout(k_bits, v_bits, dim, page, order, mixed) for order in ("lanes", "fragments"))
+    if plain.k_classes != order.k_classes:
+        pytest.skip("tiles cut the channels more coarsely than lanes")
     words = kv_codec.seal_unit(k, v, order)
     assert words.shape == (3, order.unit_words)
     offsets = (

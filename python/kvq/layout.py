@@ -12,10 +12,10 @@ sealed page of one layer and head is one contiguous *unit* of 32-bit words::
 ``K minimums``    one fp16 a channel.
 ``V codes``       word ``[chunk, b, channel]``: 32 consecutive tokens of one channel in ``b`` words.
 ``V scales``      one signed fp16 a token; their lowest bits are the *K header*.
-``K header``      the base of the K scales (8 bits) and, where widths are mixed, a bit for each pair of
-                  channels that is wider than ``k_bits`` and one for each that is narrower. Bit ``i`` is
-                  bit ``i // P`` of the V scale of token ``i % P``. It has words of its own where V has
-                  no scales to carry it.
+``K header``      where widths are mixed, a bit for each pair of channels that is wider than ``k_bits`` and
+                  one for each that is narrower; last the base of the K scales (8 bits). Bit ``i`` is bit
+                  ``i // P`` of the V scale of token ``i % P``. It has words of its own where V has no
+                  scales to carry it.
 
 A K scale is ``(1 + m/16) * 2**(e + base - SCALE_BIAS)`` for the code ``16 e + m``.
 
@@ -31,6 +31,7 @@ too; row pages hold K as ``[page_size, head_dim]``, as V; and every section is a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import gcd
 
 from kvq.errors import ConfigError
 
@@ -52,6 +53,11 @@ SCALE_MIN_EXPONENT = -40
 _ITEMSIZE = {"float16": 2, "float32": 4}
 
 
+def _block_tokens(head_dim: int, outer: int) -> int:
+    """Tokens whose tiles of ``outer`` channels, and of all, are a multiple of 4, the tiles of a chunk."""
+    return FRAGMENT_TILE * 4 // gcd(4, outer // FRAGMENT_TILE, head_dim // FRAGMENT_TILE)
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Geometry and storage of a paged KV cache.
@@ -70,8 +76,7 @@ class KVLayout:
         ``lanes`` (CPU) or ``fragments`` (tensor cores): where a code lies within its page.
     mixed_keys : bool
         Give a quarter of a page's channels one bit more than ``k_bits`` and a quarter one bit less, where
-        codes have 2 to 4 bits and lie in lanes. Channels ``c`` and ``c + head_dim / 2``, a RoPE pair, have
-        one width.
+        codes have 2 to 4 bits. Channels ``c`` and ``c + head_dim / 2``, a RoPE pair, have one width.
     """
 
     num_layers: int
@@ -131,12 +136,19 @@ class KVLayout:
     def k_classes(self) -> tuple[tuple[int, int], ...]:
         """(bits, channels) of the widths of K codes, in the order in which they are stored."""
         bits, dim = self.k_bits or 0, self.head_dim
-        mixed = self.mixed_keys and bits in (2, 3, 4) and self.order == "lanes"
-        step = self._chunk_values // self.page_size
-        outer = dim // (4 * step) * step if mixed else 0
+        step = FRAGMENT_TILE if self.order == "fragments" else self._chunk_values // self.page_size
+        outer = dim // (4 * step) * step if self.mixed_keys and bits in (2, 3, 4) else 0
+        while outer and self.order == "fragments" and _block_tokens(dim, outer) > self.page_size:
+            outer -= step
         if not outer:
             return ((bits, dim),)
         return ((bits + 1, outer), (bits, dim - 2 * outer), (bits - 1, outer))
+
+    @property
+    def k_block_tokens(self) -> int:
+        """Tokens whose key codes of every width fill whole words in the order ``fragments``."""
+        outer = self.k_classes[0][1] if len(self.k_classes) > 1 else 0
+        return min(_block_tokens(self.head_dim, outer), self.page_size)
 
     @property
     def v_code_words(self) -> int:

@@ -16,7 +16,8 @@ import numpy as np
 
 _HEADER = Path(__file__).with_name("simt.h")
 _ASM = re.compile(r'asm volatile\("([^"]*)"\s*:([^:\n]*):([^:\n]*)(?::[^:\n]*)?\);')
-_TYPES = {"u32": "uint32_t", "s32": "int32_t", "f32": "float"}
+_TYPES = {"u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t", "s32": "int32_t", "f32": "float"}
+_SIZES = {"u8": 1, "u16": 2}
 
 
 def compiler() -> str | None:
@@ -37,7 +38,7 @@ def _translate(match: re.Match[str]) -> str:
     values = [named(v) for v in re.findall(r"%\d+", re.sub(r"\[[^]]*\]", "", rest))]
     addresses = [named(a) for a in re.findall(r"\[([^]]*)\]", rest)]
     if parts[0] in ("ld", "st"):
-        kind, size = _TYPES[parts[-1]], 4 * len(values)
+        kind, size = _TYPES[parts[-1]], _SIZES.get(parts[-1], 4) * len(values)
         base, _, offset = addresses[0].partition("+")
         if parts[1] == "shared":
             place = f"simt::at_shared({base} + {offset or 0}, {size})"
@@ -78,13 +79,17 @@ def _translate(match: re.Match[str]) -> str:
 def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path:
     """Compile the only kernel of ``source`` into a program; :func:`run` runs it."""
     helpers = "\n".join(
-        m[0] for m in re.finditer(r"^__forceinline__ __device__ [^{;]*tvm_builtin.*?^}", source, re.M | re.S)
+        m[0]
+        for m in re.finditer(
+            r"^(?:template[^\n]*\n)?__forceinline__ __device__ [^{;]*tvm_builtin.*?^}", source, re.M | re.S
+        )
     )
     found = re.search(
         r'^extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(([^)]*)\) \{', source, re.M
     )
     assert found is not None, "no kernel"
     body = source[found.end() :].replace("extern __shared__ __align__(128) uchar shared_ptr[];", "")
+    body = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", body)
     names = [p.split()[-1] for p in found[2].split(",")]
     types = [" ".join(p.replace("__restrict__", "").split()[:-1]) for p in found[2].split(",")]
     reads = []

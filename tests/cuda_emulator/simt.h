@@ -21,6 +21,16 @@ struct half {
   operator float() const { return _cvtsh_ss(bits); }
 };
 
+struct alignas(8) uint2 {
+  uint x, y;
+};
+struct alignas(16) uint4 {
+  uint x, y, z, w;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
 #define CUDART_INF_F INFINITY
 #define __forceinline__ inline
 #define __device__
@@ -261,7 +271,24 @@ inline int __any_sync(uint, int predicate) {
   for (auto& lane : e.words) found |= lane[0];
   return found;
 }
+inline uint32_t __ballot_sync(uint, int predicate) {
+  uint32_t word = predicate != 0;
+  auto& e = simt::exchange(&word, 1);
+  uint32_t found = 0;
+  for (int i = 0; i < 32; i++) found |= e.words[i][0] << i;
+  return found;
+}
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline uint32_t __cvta_generic_to_shared(void* p) { return uint32_t(static_cast<uchar*>(p) - simt::shared); }
+template <typename T>
+T atomicAdd(T* at, T value) {
+  T before = *at;
+  *at += value;
+  return before;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
 template <typename A, typename B>
 auto max(A a, B b) -> decltype(a + b) {
   return a > b ? a : b;

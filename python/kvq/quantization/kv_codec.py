@@ -166,7 +166,7 @@ def key_header(base: np.ndarray, widths: np.ndarray | None, bits: int) -> np.nda
         return header
     pairs = widths[..., : widths.shape[-1] // 2]
     return np.concatenate(
-        [header, (pairs > bits).astype(np.uint32), (pairs < bits).astype(np.uint32)], axis=-1
+        [(pairs > bits).astype(np.uint32), (pairs < bits).astype(np.uint32), header], axis=-1
     )
 
 
@@ -205,30 +205,33 @@ def quantize_values(
     return codes.astype(np.uint32), scale
 
 
-def _pack(
-    codes: np.ndarray, layout: KVLayout, side: fragments.Side, order: np.ndarray | None = None
-) -> np.ndarray:
-    """Words of a component's codes, ``[..., page, head_dim]``, in the order of the layout."""
-    bits = (layout.k_bits if side is fragments.KEYS else layout.v_bits) or 0
+def _pack_keys(codes: np.ndarray, layout: KVLayout, widths: np.ndarray | None) -> np.ndarray:
+    """Words of key codes ``[..., page, head_dim]`` in the order of the layout; ``widths`` where mixed."""
     if layout.order == "fragments":
-        return fragments.pack(codes, bits, side)
-    return (
-        lanes.pack_keys(codes, layout, order) if side is fragments.KEYS else lanes.pack_values(codes, layout)
-    )
+        widths = np.full((*codes.shape[:-2], layout.head_dim), layout.k_bits) if widths is None else widths
+        return fragments.pack_keys(codes, layout, key_order(widths))
+    return lanes.pack_keys(codes, layout, None if widths is None else key_order(widths))
 
 
-def _unpack(
-    words: np.ndarray, layout: KVLayout, side: fragments.Side, order: np.ndarray | None = None
-) -> np.ndarray:
-    """The inverse of :func:`_pack`."""
-    bits = (layout.k_bits if side is fragments.KEYS else layout.v_bits) or 0
+def _unpack_keys(words: np.ndarray, layout: KVLayout, widths: np.ndarray) -> np.ndarray:
+    """The inverse of :func:`_pack_keys`."""
     if layout.order == "fragments":
-        return fragments.unpack(words, layout, bits, side)
-    return (
-        lanes.unpack_keys(words, layout, order)
-        if side is fragments.KEYS
-        else lanes.unpack_values(words, layout)
-    )
+        return fragments.unpack_keys(words, layout, key_order(widths))
+    return lanes.unpack_keys(words, layout, key_order(widths) if len(layout.k_classes) > 1 else None)
+
+
+def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """Words of value codes ``[..., page, head_dim]`` in the order of the layout."""
+    if layout.order == "fragments":
+        return fragments.pack(codes, layout.v_bits or 0, fragments.VALUES)
+    return lanes.pack_values(codes, layout)
+
+
+def _unpack_values(words: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """The inverse of :func:`_pack_values`."""
+    if layout.order == "fragments":
+        return fragments.unpack(words, layout, layout.v_bits or 0, fragments.VALUES)
+    return lanes.unpack_values(words, layout)
 
 
 def _as_words(x: np.ndarray) -> np.ndarray:
@@ -239,7 +242,7 @@ def _pack_rows(rows: np.ndarray, layout: KVLayout, side: fragments.Side) -> np.n
     """Words of an unquantized component of a page, from its rows ``[..., page, head_dim]``."""
     if layout.order == "fragments" and layout.row_dtype == "float16":
         return fragments.pack(rows.view(np.uint16), 16, side)
-    if layout.order == "lanes" and side is fragments.KEYS:
+    if layout.order == "lanes" and side is fragments.KEY_ROWS:
         rows = np.swapaxes(rows, -1, -2)
     return _as_words(rows.reshape(*rows.shape[:-2], -1))
 
@@ -249,7 +252,7 @@ def _unpack_rows(words: np.ndarray, layout: KVLayout, side: fragments.Side) -> n
     page, dim = layout.page_size, layout.head_dim
     if layout.order == "fragments" and layout.row_dtype == "float16":
         return fragments.unpack(words, layout, 16, side).astype(np.uint16).view(np.float16)
-    transposed = layout.order == "lanes" and side is fragments.KEYS
+    transposed = layout.order == "lanes" and side is fragments.KEY_ROWS
     shape = (*words.shape[:-1], dim, page) if transposed else (*words.shape[:-1], page, dim)
     rows = words.view(layout.row_dtype).reshape(shape)
     return np.swapaxes(rows, -1, -2) if transposed else rows
@@ -276,22 +279,21 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray
     parts: list[np.ndarray] = []
     header = None
     if layout.k_bits is None:
-        parts.append(_pack_rows(k, layout, fragments.KEYS))
+        parts.append(_pack_rows(k, layout, fragments.KEY_ROWS))
     else:
         if len(layout.k_classes) == 1:
             widths = None
         elif widths is None:
             widths = key_widths(k, None, layout)
         codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits if widths is None else widths)
-        order = None if widths is None else key_order(widths)
-        parts += [_pack(codes, layout, fragments.KEYS, order), _as_words(scale_codes), _as_words(minimum)]
+        parts += [_pack_keys(codes, layout, widths), _as_words(scale_codes), _as_words(minimum)]
         header = key_header(base, widths, layout.k_bits)
     carried = header if layout.header_in_v_scales else None
     if layout.v_bits is None:
         parts.append(_pack_rows(v, layout, fragments.VALUES))
     else:
         codes, scale = quantize_values(v, layout.v_bits, carried)
-        parts += [_pack(codes, layout, fragments.VALUES), _as_words(scale)]
+        parts += [_pack_values(codes, layout), _as_words(scale)]
     if header is not None and carried is None:
         own = np.zeros((*lead, (layout.unit_words - layout.k_header_offset) * 32), np.uint32)
         own[..., : header.shape[-1]] = header
@@ -322,13 +324,13 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     else:
         scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_header_offset])
         out["v_scale"] = scales.view(np.float16)
-        out["v_codes"] = _unpack(v_raw, layout, fragments.VALUES)
+        out["v_codes"] = _unpack_values(v_raw, layout)
         centred = out["v_codes"].astype(np.float32) - np.float32(2 ** (layout.v_bits - 1))
         out["v"] = centred * out["v_scale"].astype(np.float32)[..., None]
         out["v_unrotated"] = out["v"] @ hadamard(layout.head_dim)
     k_raw = np.ascontiguousarray(words[..., : layout.k_scale_offset])
     if layout.k_bits is None:
-        out["k"] = _unpack_rows(k_raw, layout, fragments.KEYS).astype(np.float32)
+        out["k"] = _unpack_rows(k_raw, layout, fragments.KEY_ROWS).astype(np.float32)
         return out
     if layout.header_in_v_scales:
         header = _from_carried(out["v_scale"], layout.k_header_bits)
@@ -336,18 +338,16 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
         own = words[..., layout.k_header_offset : layout.unit_words]
         bits = lanes.unpack_codes(own[..., None], 1)
         header = bits.reshape(*own.shape[:-1], -1)[..., : layout.k_header_bits]
-    base = (header[..., :BASE_BITS].astype(np.int32) << np.arange(BASE_BITS, dtype=np.int32)).sum(axis=-1)
+    base = (header[..., -BASE_BITS:].astype(np.int32) << np.arange(BASE_BITS, dtype=np.int32)).sum(axis=-1)
     scale_codes = np.ascontiguousarray(words[..., layout.k_scale_offset : layout.k_min_offset]).view(np.uint8)
     out["k_base"] = base
     out["k_scale"] = key_scale(scale_codes, base)
     out["k_min"] = np.ascontiguousarray(words[..., layout.k_min_offset : layout.v_offset]).view(np.float16)
     out["k_widths"] = np.full(scale_codes.shape, layout.k_bits, np.int32)
-    order = None
     if len(layout.k_classes) > 1:
-        wider, narrower = np.split(header[..., BASE_BITS:].astype(np.int32), 2, axis=-1)
+        wider, narrower = np.split(header[..., :-BASE_BITS].astype(np.int32), 2, axis=-1)
         out["k_widths"] += np.concatenate([wider - narrower] * 2, axis=-1)
-        order = key_order(out["k_widths"])
-    out["k_codes"] = _unpack(k_raw, layout, fragments.KEYS, order)
+    out["k_codes"] = _unpack_keys(k_raw, layout, out["k_widths"])
     out["k"] = out["k_codes"].astype(np.float32) * out["k_scale"][..., None, :]
     out["k"] += out["k_min"].astype(np.float32)[..., None, :]
     return out

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from kvq.layout import BASE_BITS, KVLayout
+from kvq.layout import KVLayout
 from kvq.quantization.kv_codec import MAX_ENERGY
 
 from .row_ops import vector_lanes
@@ -70,5 +70,5 @@ class KeyWidths:
                         put(levels, T.float32(2**bits - 1), p + part * half)
                     put(count, count[i] + 1, i)
             wide, narrow = layout.k_classes[0][1] // 2, layout.k_classes[-1][1] // 2
-            put(header, T.cast(rank < wide, "uint32"), p + BASE_BITS)
-            put(header, T.cast(rank >= half - narrow, "uint32"), p + (BASE_BITS + half))
+            put(header, T.cast(rank < wide, "uint32"), p)
+            put(header, T.cast(rank >= half - narrow, "uint32"), p + half)

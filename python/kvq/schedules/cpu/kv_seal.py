@@ -72,7 +72,7 @@ def _seal_keys(pool, unit, kt, classes, queries, header, layout: KVLayout, lanes
     base = T.bind(top[0] - T.int32(15 + EXPONENT_OFFSET))
     for i in range(BASE_BITS):
         bit = T.bitwise_and(T.shift_right(base, T.int32(i)), T.int32(1))
-        put(header, T.cast(bit, "uint32"), i)
+        put(header, T.cast(bit, "uint32"), layout.k_header_bits - BASE_BITS + i)
     origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
     with T.serial(dim) as d:
         code = T.bind(T.max(log_code[d] - origin, T.int32(0)))

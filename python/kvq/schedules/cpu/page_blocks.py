@@ -58,8 +58,8 @@ class PageBlocks:
         half = self.dim // 2
         count = [T.int32(0)] * 3
         for pair in range(half):
-            wider = T.bind(self.header_bit(pool, unit, BASE_BITS + pair))
-            narrower = T.bind(self.header_bit(pool, unit, BASE_BITS + half + pair))
+            wider = T.bind(self.header_bit(pool, unit, pair))
+            narrower = T.bind(self.header_bit(pool, unit, half + pair))
             # Stored in all classes, counted in one: the next pair overwrites it in the others.
             for i, own in enumerate((wider, T.int32(1) - wider - narrower, narrower)):
                 put(pairs, T.int32(pair), count[i] + self.first_pair(i))
@@ -73,8 +73,9 @@ class PageBlocks:
         """Scales and minimums of a sealed page's channels, float32 ``[D]`` each."""
         layout = self.layout
         base = T.int32(0)
+        first = layout.k_header_bits - BASE_BITS
         for i in range(BASE_BITS):
-            base = T.bitwise_or(base, T.shift_left(self.header_bit(pool, unit, i), T.int32(i)))
+            base = T.bitwise_or(base, T.shift_left(self.header_bit(pool, unit, first + i), T.int32(i)))
         origin = T.bind((base + T.int32(EXPONENT_OFFSET)) * T.int32(16))
         with T.serial(self.dim // 8) as j:
             code = T.reinterpret("uint8x8", pool[(*unit, run(j * 2 + layout.k_scale_offset, 2))])

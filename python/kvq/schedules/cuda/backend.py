@@ -9,7 +9,16 @@ from tvm import tirx
 from kvq.layout import KVLayout
 from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
 
-from . import kv_append, kv_carry, kv_seal, linear, paged_attention, pointwise, tile_attention
+from . import (
+    kv_append,
+    kv_carry,
+    kv_seal,
+    linear,
+    paged_attention,
+    pointwise,
+    prefill_attention,
+    tile_attention,
+)
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
@@ -31,9 +40,9 @@ class CudaKernels:
     layout_order = "fragments"
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
-        shape = tile_attention.attention_shape(layout, num_heads)
-        if layout.row_dtype != "float16":
-            return shape  # tensor cores would round
+        if layout.row_dtype != "float16":  # tensor cores would round
+            return tile_attention.attention_shape(layout, num_heads)
+        shape = prefill_attention.attention_shape(layout, num_heads)
         tuning = paged_attention.decode_tuning(layout, num_heads, self.archs)
         decode = DecodeShape(paged_attention.TASK_FIELDS, tuning.blocks_per_sm, tuning.warps)
         return replace(shape, scratch_slots=DECODE_SLOTS, decode=decode)
@@ -62,7 +71,9 @@ class CudaKernels:
         return kv_seal.kv_seal(layout, num_heads)
 
     def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        return tile_attention.tile_attention(layout, num_heads, dtype)
+        if layout.row_dtype != "float16":
+            return tile_attention.tile_attention(layout, num_heads, dtype)
+        return prefill_attention.prefill_attention(layout, num_heads, dtype)
 
     def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         tuning = paged_attention.decode_tuning(layout, num_heads, self.archs)

@@ -1,4 +1,4 @@
-"""Packed codes to operand A of ``mma``: a mask, and a shift for some, and no arithmetic.
+"""Packed codes to operands of ``mma``: a mask, and a shift for some, and no arithmetic.
 
 The codes of a pair stand in the two halves of a word (:mod:`kvq.quantization.fragments`). Masked, a field
 that lies within the lowest ten bits of a half *is* an fp16 number, a denormal one: ``code * 2**(offset -
@@ -9,6 +9,7 @@ out of the query (keys) or of the result (values).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import gcd
 
@@ -24,58 +25,102 @@ UNIT_EXPONENT = -24
 TILE_PAIRS, CHUNK_PAIRS = 4, 16
 
 
+def odd_offset(bits: int) -> int:
+    """Bit offset at which odd pairs are read; their codes come out ``2**odd_offset`` too large."""
+    return bits if bits < 8 else 0
+
+
 @dataclass(frozen=True)
 class Codes:
-    """One component, K or V, of the pages of a layout; ``bits`` is 16 where it is not quantized."""
+    """One component, K or V, of the pages of a layout.
 
-    bits: int
+    Attributes
+    ----------
+    classes : tuple of (bits, channels)
+        Widths of the codes in the order in which channels are stored; 16 bits where it is not quantized.
+    page : int
+        Tokens of a page.
+    block : int
+        Tokens whose tiles of each width are packed together.
+    """
+
+    classes: tuple[tuple[int, int], ...]
     page: int
-    dim: int
+    block: int
 
     @staticmethod
-    def of(bits: int | None, layout: KVLayout) -> Codes:
-        """The component of ``layout`` whose codes have ``bits``."""
-        return Codes(bits or 16, layout.page_size, layout.head_dim)
+    def keys(layout: KVLayout) -> Codes:
+        """The keys of ``layout``."""
+        classes = layout.k_classes if layout.k_bits else ((16, layout.head_dim),)
+        return Codes(classes, layout.page_size, layout.k_block_tokens)
+
+    @staticmethod
+    def values(layout: KVLayout) -> Codes:
+        """The values of ``layout``."""
+        classes = ((layout.v_bits or 16, layout.head_dim),)
+        block = FRAGMENT_TILE * 4 // gcd(4, layout.head_dim // FRAGMENT_TILE)
+        return Codes(classes, layout.page_size, min(block, layout.page_size))
 
     @property
-    def odd_offset(self) -> int:
-        """Bit offset at which odd pairs are read; their codes come out ``2**odd_offset`` too large."""
-        return self.bits if self.bits < 8 else 0
+    def largest_offset(self) -> int:
+        """The largest :func:`odd_offset`."""
+        return max(odd_offset(bits) for bits, _ in self.classes)
+
+    def lane_words(self, tokens: int) -> int:
+        """Words of a lane for ``tokens`` tokens."""
+        return sum(tokens * channels * bits for bits, channels in self.classes) // (32 * WARP)
 
     @property
     def vector(self) -> int:
         """Words of a lane that lie together."""
-        return gcd(self.page * self.dim * self.bits // (32 * WARP), 4)
-
-    def tiles(self, tokens: int) -> int:
-        """Tiles of ``tokens`` tokens."""
-        return tokens // FRAGMENT_TILE * (self.dim // FRAGMENT_TILE)
+        return gcd(self.lane_words(self.page), 4)
 
     def bytes(self, tokens: int) -> int:
         """Bytes of ``tokens`` tokens."""
-        return tokens * self.dim * self.bits // 8
+        return self.lane_words(tokens) * 4 * WARP
 
     def divides_at(self, tokens: int) -> bool:
         """Whether ``tokens`` tokens can be loaded on their own."""
-        words = self.bytes(tokens) // (4 * WARP)
-        whole = self.bits == 16 or self.tiles(tokens) * TILE_PAIRS % CHUNK_PAIRS == 0
-        return whole and words % self.vector == 0
+        return tokens % self.block == 0 and self.lane_words(tokens) % self.vector == 0
 
-    def pair(self, words, tile: int, pair: int):
-        """Register of pair ``pair`` of a tile, from the lane's words."""
-        bits = self.bits
-        if bits == 16:
-            return words[tile * TILE_PAIRS + pair]
-        chunk, n = divmod(tile * TILE_PAIRS + pair, CHUNK_PAIRS)
-        fields, first = 16 // bits, chunk * bits
-        offset = self.odd_offset if n % 2 else 0
-        if n < fields * bits:
-            return _field(words[first + n // fields], n % fields * bits, offset, 2**bits - 1)
-        parts = [_field(words[first + w], n, offset + w, 1) for w in range(bits)]
-        found = parts[0]
-        for part in parts[1:]:
-            found = T.bitwise_or(found, part)
-        return found
+    def place(self, row: int, step: int) -> tuple[int, int, int]:
+        """Bits of tile ``(row, step)``, the first word of its chunk in the lane, and its first pair there."""
+        rows = self.block // FRAGMENT_TILE
+        block, row = divmod(row, rows)
+        first = block * self.lane_words(self.block)
+        for bits, channels in self.classes:
+            steps = channels // FRAGMENT_TILE
+            if step < steps:
+                chunk, pair = divmod((row * steps + step) * TILE_PAIRS, CHUNK_PAIRS)
+                return bits, first + chunk * bits, pair
+            step -= steps
+            first += rows * steps * TILE_PAIRS * bits // CHUNK_PAIRS
+        raise AssertionError("no such tile")
+
+    def words_of(self, row: int, step: int) -> range:
+        """The lane's words that a tile lies in."""
+        bits, first, pair = self.place(row, step)
+        return range(first + pair, first + pair + TILE_PAIRS) if bits == 16 else range(first, first + bits)
+
+    def pairs(self, words, row: int, step: int) -> list:
+        """The four registers of a tile, by pair, from the lane's words."""
+        bits, first, pair = self.place(row, step)
+        return [_register(words, first, pair + i, bits) for i in range(TILE_PAIRS)]
+
+
+def _register(words, first: int, pair: int, bits: int):
+    """Register of a pair of the chunk that starts at word ``first``."""
+    if bits == 16:
+        return words[first + pair]
+    fields = 16 // bits
+    offset = odd_offset(bits) if pair % 2 else 0
+    if pair < fields * bits:
+        return _field(words[first + pair // fields], pair % fields * bits, offset, 2**bits - 1)
+    parts = [_field(words[first + w], pair, offset + w, 1) for w in range(bits)]
+    found = parts[0]
+    for part in parts[1:]:
+        found = T.bitwise_or(found, part)
+    return found
 
 
 def _field(word, position: int, offset: int, mask: int):
@@ -92,23 +137,18 @@ class LaneWords:
 
     def __init__(self, codes: Codes, tokens: int, address, offset: int) -> None:
         self.codes, self.address, self.offset = codes, address, offset
-        self.words = T.alloc_local([codes.bytes(tokens) // (4 * WARP)], "uint32")
+        self.words = T.alloc_local([codes.lane_words(tokens)], "uint32")
         self.loaded: set[int] = set()
 
-    def need(self, tiles: range) -> None:
-        """Load what the tiles lie in."""
-        bits, vector = self.codes.bits, self.codes.vector
-        per_chunk = CHUNK_PAIRS // TILE_PAIRS
-        for chunk in range(tiles.start // per_chunk, (tiles.stop - 1) // per_chunk + 1):
-            low, high = chunk * bits, (chunk + 1) * bits
-            if bits == 16:
-                low, high = max(low, tiles.start * TILE_PAIRS), min(high, tiles.stop * TILE_PAIRS)
-            for index in range(low // vector, (high - 1) // vector + 1):
-                if index not in self.loaded:
-                    self.loaded.add(index)
-                    at = self.offset + index * WARP * vector * 4
-                    load_shared(self.words, index * vector, vector, self.address, at)
+    def need(self, tiles: Iterable[tuple[int, int]]) -> None:
+        """Load what the tiles ``(row, step)`` lie in."""
+        vector = self.codes.vector
+        for tile in tiles:
+            for index in sorted({word // vector for word in self.codes.words_of(*tile)} - self.loaded):
+                self.loaded.add(index)
+                at = self.offset + index * WARP * vector * 4
+                load_shared(self.words, index * vector, vector, self.address, at)
 
-    def pairs(self, tile: int) -> list:
+    def pairs(self, row: int, step: int) -> list:
         """The four registers of a tile, by pair."""
-        return [self.codes.pair(self.words, tile, pair) for pair in range(TILE_PAIRS)]
+        return self.codes.pairs(self.words, row, step)

@@ -10,11 +10,13 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from kvq.layout import BASE_BITS, SCALE_MIN_EXPONENT, KVLayout
+from kvq.layout import SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
 
+from . import page_codes
 from .block import ATTRIBUTES, WARP, for_threads, positive_zero, put, reduce_block, reduce_warp, sync, when
-from .page_codes import WordPlace
+from .fragments import Codes
+from .key_widths import KeyWidths
 
 THREADS = 256
 #: Values of a row that a thread reads at once.
@@ -23,31 +25,12 @@ VECTOR = 4
 STAGED_VALUES = 8192
 
 
-def for_words(layout: KVLayout, bits: int, is_value: bool, thread, read, write) -> None:
-    """Emit, for every word of a page's codes, ``write(index, word)`` with the codes that ``read`` gives.
-
-    ``read(token, channel)`` is a uint32 below ``2**bits``.
-    """
-
-    def word(index):
-        place = WordPlace(layout, bits, is_value, index)
-        packed = T.alloc_local((1,), "uint32")
-        put(packed, T.uint32(0), 0)
-        for token, channel, source_bit, shift in place.codes():
-            code = T.bind(read(token, channel))
-            if source_bit is not None:
-                code = T.bitwise_and(T.shift_right(code, T.cast(source_bit, "uint32")), T.uint32(1))
-            put(packed, T.bitwise_or(packed[0], T.shift_left(code, T.uint32(shift))), 0)
-        write(index, packed[0])
-
-    for_threads(layout.values_per_unit * bits // 32, thread, THREADS, word)
-
-
-def _pack_codes(layout: KVLayout, bits: int, is_value: bool, thread, row, code, write, codes) -> None:
+def _pack_codes(layout: KVLayout, kind: Codes, place, thread, row, code, stored, write, codes) -> None:
     """Emit ``write(index, word)`` for the codes ``code(token, channel, value)`` of the rows ``row(i)``.
 
-    ``codes`` is shared, uint8 ``[P * (D + 1)]``: the byte after each row lets the lanes of a warp, whose
-    words lie eight tokens apart, read from different banks.
+    ``stored(channel)`` is where a channel stands among the codes. ``codes`` is shared, uint8 ``[P * (D +
+    1)]``: the byte after each row lets the lanes of a warp, whose words lie eight tokens apart, read from
+    different banks.
     """
     dim, page = layout.head_dim, layout.page_size
 
@@ -56,14 +39,14 @@ def _pack_codes(layout: KVLayout, bits: int, is_value: bool, thread, row, code, 
         values = [row(i * VECTOR + j) for j in range(VECTOR)]
         for j, value in enumerate(values):
             made = code(token, first + j, T.cast(value, "float32"))
-            put(codes, T.cast(made, "uint8"), token * (dim + 1) + first + j)
+            put(codes, T.cast(made, "uint8"), token * (dim + 1) + stored(first + j))
 
     def read(token, channel):
         return T.cast(codes[token * (dim + 1) + channel], "uint32")
 
     for_threads(page * dim // VECTOR, thread, THREADS, vector)
     sync()
-    for_words(layout, bits, is_value, thread, read, write)
+    page_codes.for_words(kind, dim, place, thread, THREADS, read, write)
     sync()
 
 
@@ -80,7 +63,10 @@ def _raw_words(layout: KVLayout, is_value: bool, thread, row, write) -> None:
             value = row(token * layout.head_dim + channel)
             return T.cast(T.reinterpret("uint16", value), "uint32")
 
-        for_words(layout, 16, is_value, thread, read, write)
+        kind, place = (
+            (Codes.values(layout), page_codes.value) if is_value else (Codes.keys(layout), page_codes.key_row)
+        )
+        page_codes.for_words(kind, layout.head_dim, place, thread, THREADS, read, write)
     else:
         for_threads(
             layout.values_per_unit,
@@ -95,10 +81,10 @@ def _token_parts(dim: int) -> int:
     return next(parts for parts in (4, 2, 1) if parts * dim <= THREADS or parts == 1)
 
 
-def _seal_keys(layout: KVLayout, thread, row, write, shared, codes):
+def _seal_keys(layout: KVLayout, widths: KeyWidths, queries, thread, row, write, shared, codes):
     """Codes, scales and minimums of the keys ``row(i)``, ``[P, D]``; returns the base (int32)."""
-    dim, page, bits = layout.head_dim, layout.page_size, layout.k_bits or 0
-    low, inverse, log_code, red = shared
+    dim, page = layout.head_dim, layout.page_size
+    low, spread, inverse, log_code, red = shared
     parts = _token_parts(dim)
     ranges = T.alloc_shared((2, parts, dim), "float32")
     most_code = T.alloc_local((1,), "int32")
@@ -123,15 +109,21 @@ def _seal_keys(layout: KVLayout, thread, row, write, shared, codes):
         for part in range(1, parts):
             least, most = T.min(least, ranges[0, part, d]), T.max(most, ranges[1, part, d])
         minimum = T.bind(positive_zero(least))
-        need = T.bind((most - minimum) / T.float32(2**bits - 1))
-        code = T.bind(T.shift_right(T.reinterpret("int32", need) + T.int32(0x7FFFF), T.int32(19)))
         put(low, minimum, d)
+        put(spread, most - minimum, d)
+
+    def scale_code(d):
+        need = T.bind(spread[d] / T.cast(widths.levels(d), "float32"))
+        code = T.bind(T.shift_right(T.reinterpret("int32", need) + T.int32(0x7FFFF), T.int32(19)))
         put(log_code, code, d)
         put(most_code, T.max(most_code[0], code), 0)
 
     for_threads(parts * dim, thread, THREADS, measure_part)
     sync()
     for_threads(dim, thread, THREADS, measure)
+    sync()
+    widths.choose(*queries, spread)
+    for_threads(dim, thread, THREADS, scale_code)
     top = reduce_block(T.max, most_code[0], thread, THREADS, red)
     top = T.max(T.shift_right(top, T.int32(4)), T.int32(127 + SCALE_MIN_EXPONENT))
     base = T.bind(top - T.int32(15 + EXPONENT_OFFSET))
@@ -159,16 +151,18 @@ def _seal_keys(layout: KVLayout, thread, row, write, shared, codes):
 
     def code(_token, channel, value):
         steps = T.nearbyint((value - low[channel]) * inverse[channel])
-        return T.cast(T.min(steps, T.float32(2**bits - 1)), "uint32")
+        return T.cast(T.min(steps, T.cast(widths.levels(channel), "float32")), "uint32")
 
     for_threads(dim // 4, thread, THREADS, scale_word)
     for_threads(dim // 2, thread, THREADS, minimum_word)
-    _pack_codes(layout, bits, False, thread, row, code, write, codes)
+    _pack_codes(
+        layout, Codes.keys(layout), page_codes.key_code, thread, row, code, widths.stored, write, codes
+    )
     return base
 
 
-def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits, codes) -> None:
-    """Codes and scales of the values ``row(i)``, ``[P, D]``; the first scales carry ``base``, if any."""
+def _seal_values(layout: KVLayout, thread, row, header, write, inverse, scale_bits, codes) -> None:
+    """Codes and scales of the values ``row(i)``, ``[P, D]``; the scales carry the header ``header(i)``."""
     dim, page, bits = layout.head_dim, layout.page_size, layout.v_bits or 0
     half = 2 ** (bits - 1)
     lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
@@ -190,10 +184,15 @@ def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits
         raw = T.bind(_half_bits(extreme * T.float32(-1.0 / half)))
         magnitude = T.max(T.bitwise_and(raw, T.uint32(0x7FFF)), T.uint32(2))
         word = T.bind(T.bitwise_or(magnitude, T.bitwise_and(raw, T.uint32(0x8000))))
-        if base is not None:
-            wanted = T.shift_right(T.cast(base, "uint32"), T.cast(T.min(token, BASE_BITS - 1), "uint32"))
-            differs = T.bitwise_and(T.bitwise_xor(word, wanted), T.uint32(1))
-            word = T.bind(word + T.Select(token < BASE_BITS, differs, T.uint32(0)))
+        if layout.header_in_v_scales:
+            every, rest = divmod(layout.k_header_bits, page)
+            carried = T.uint32(0)
+            for place in range(every + (rest > 0)):
+                index = place * page + token
+                bit = header(index if place < every else T.min(index, layout.k_header_bits - 1))
+                carried = T.bitwise_or(carried, T.shift_left(bit, T.uint32(place)))
+            mask = T.Select(token < rest, T.uint32(2 ** (every + 1) - 1), T.uint32(2**every - 1))
+            word = T.bind(word + T.bitwise_and(carried - word, mask))
         stored = T.reinterpret("float16", T.cast(word, "uint16"))
 
         def keep():
@@ -217,8 +216,21 @@ def _seal_values(layout: KVLayout, thread, row, base, write, inverse, scale_bits
     def write_code(index, word):
         write(index + layout.v_offset, word)
 
+    def stored(channel):
+        return channel
+
     for_threads(page // 2, thread, THREADS, scale_word)
-    _pack_codes(layout, bits, True, thread, row, code, write_code, codes)
+    _pack_codes(layout, Codes.values(layout), page_codes.value, thread, row, code, stored, write_code, codes)
+
+
+def _header_word(layout: KVLayout, header, w):
+    """Word ``w`` of a header that has words of its own; zeros fill the last ones."""
+    packed, last = T.uint32(0), layout.k_header_bits - 1
+    for bit in range(32):
+        index = w * 32 + bit
+        one = T.Select(index <= last, header(T.min(index, last)), T.uint32(0))
+        packed = T.bitwise_or(packed, T.shift_left(one, T.uint32(bit)))
+    return packed
 
 
 def _rows(layout: KVLayout, thread, source, kv_open, kv_workspace, num_open, layer, head):
@@ -263,7 +275,7 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
     Arguments of the kernel: q ``float32[n, Hq, D]``, kv_open, kv_workspace, plan_counts ``int32[4]``,
     seal_tasks ``int32[., 3]`` (row page, pool page, row of the page's last token), layer, and kv_pool
     (written in place). One block for each entry of the list and head; those beyond the count have nothing
-    to do. Keys have one width in this order of pages, so the queries are not read.
+    to do.
     """
     kv_heads, layers, dim, page = (
         layout.num_kv_heads,
@@ -273,10 +285,10 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
     )
     unit = layout.values_per_unit
 
-    def seal(task, head, thread, kv_open, kv_workspace, num_open, tasks, layer, pool):
+    def seal(task, head, thread, q, kv_open, kv_workspace, num_open, tasks, layer, pool):
         source = T.bind(T.cast(tasks[task, 0], "int64"))
         target = T.bind(T.cast(tasks[task, 1], "int64"))
-        low, inverse = (T.alloc_shared((dim,), "float32") for _ in range(2))
+        low, spread, inverse = (T.alloc_shared((dim,), "float32") for _ in range(3))
         log_code = T.alloc_shared((dim,), "int32")
         red = T.alloc_shared((THREADS // WARP,), "int32")
         v_inverse = T.alloc_shared((page,), "float32")
@@ -292,17 +304,29 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         quantized = layout.k_bits is not None or layout.v_bits is not None
         codes = T.alloc_shared((page * (dim + 1) if quantized else 1,), "uint8")
         base = None
+        widths = KeyWidths(layout, num_heads, thread, THREADS)
         if layout.k_bits is None:
             _raw_words(layout, False, thread, row(0), write)
         else:
-            base = _seal_keys(layout, thread, row(0), write, (low, inverse, log_code, red), codes)
-        if layout.v_bits is not None:
-            _seal_values(layout, thread, row(1), base, write, v_inverse, v_bits, codes)
-            return
-        _raw_words(layout, True, thread, row(1), write_value)
-        for i in range(layout.unit_words - layout.k_header_offset):
-            word = T.cast(base, "uint32") if i == 0 else T.uint32(0)
-            when(thread == i, lambda i=i, word=word: write(layout.k_header_offset + i, word))
+            queries = (q, T.bind(T.cast(tasks[task, 2], "int64")), head)
+            shared = (low, spread, inverse, log_code, red)
+            base = _seal_keys(layout, widths, queries, thread, row(0), write, shared, codes)
+
+        def header(i):
+            return widths.header(i, base)
+
+        if layout.v_bits is None:
+            _raw_words(layout, True, thread, row(1), write_value)
+        else:
+            _seal_values(layout, thread, row(1), header, write, v_inverse, v_bits, codes)
+        own_words = layout.unit_words - layout.k_header_offset
+        if own_words:
+            for_threads(
+                own_words,
+                thread,
+                THREADS,
+                lambda w: write(layout.k_header_offset + w, _header_word(layout, header, w)),
+            )
 
     @T.prim_func(private=True)
     def kv_seal(
@@ -323,12 +347,12 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
         tasks = T.match_buffer(tasks_h, (num_tasks, 3), "int32")
         n = T.int64()
-        T.match_buffer(q_h, (n, num_heads, dim), "float32")
+        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
         pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
         T.device_entry()
         head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
         thread = T.thread_id([THREADS])
         if task < counts[0]:
-            seal(task, head, thread, kv_open, kv_workspace, num_open, tasks, layer, pool)
+            seal(task, head, thread, q, kv_open, kv_workspace, num_open, tasks, layer, pool)
 
     return kv_seal

@@ -61,9 +61,10 @@ def mul_half2(dst, at: int, a, b):
     emit(T.ptx["mul.rn.f16x2"](dst[at], a, b))
 
 
-def bytes_of(dst, at: int, a, b, selector: int):
+def bytes_of(dst, at: int, a, b, selector):
     """``dst[at]``: four bytes picked from ``a`` (0-3) and ``b`` (4-7), the lowest nibble first."""
-    emit(T.ptx["prmt.b32"](dst[at], a, b, u32(selector)))
+    selector = u32(selector) if isinstance(selector, int) else selector
+    emit(T.ptx["prmt.b32"](dst[at], a, b, selector))
 
 
 def _vector(prefix: str, count: int, kind: str) -> str:
@@ -115,6 +116,16 @@ def shuffle_xor(value, mask: int):
 def shuffle(value, lane):
     """The value of ``lane``."""
     return T.tvm_warp_shuffle(u32(_ALL), value, lane, WARP, WARP)
+
+
+def ballot(flag):
+    """A bit for each lane: whether its ``flag`` is not 0."""
+    return T.bind(T.call_extern("uint32", "__ballot_sync", u32(_ALL), T.cast(flag, "int32")))
+
+
+def count_bits(word):
+    """How many bits of a uint32 are set, uint32."""
+    return T.cast(T.call_extern("int32", "__popc", word), "uint32")
 
 
 def any_lane(condition):

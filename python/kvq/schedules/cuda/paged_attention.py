@@ -17,14 +17,13 @@ from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
+from .decode_query import DecodeQuery, QueryPlace
 from .mma import (
-    LOG2E,
     WARP,
     copies_commit,
     copies_wait,
     copy_async,
     emit,
-    half2,
     load_global,
     put,
     shuffle,
@@ -36,8 +35,6 @@ from .paged_attention_unit import UnitAttention
 
 #: Query heads of a block: columns of B.
 BLOCK_HEADS = 8
-#: Largest query (times the softmax scale, in log2) whose product with a key scale is an fp16 number.
-QUERY_LIMIT = 1000.0
 #: Floats of a scratch slot beyond the head_dim: maximum, sum, and the counter of the row's parts that are
 #: done.
 SCRATCH_EXTRA = 8
@@ -104,7 +101,9 @@ class _Decode(UnitAttention):
         self.parts = -(-self.group // BLOCK_HEADS)
         self.heads = -(-self.group // self.parts)
         self.merge = Merge(self.dim, self.heads, tuning.warps, dtype, rotated=layout.v_bits is not None)
-        self.flag_bytes = max(tuning.warps * tuning.stages * self.stage_bytes, self.merge.shared_bytes)
+        self.query_at = max(tuning.warps * tuning.stages * self.stage_bytes, self.merge.shared_bytes)
+        self.queries = QueryPlace(layout, self.heads, tuning.warps)
+        self.flag_bytes = self.query_at + self.queries.shared_bytes
         self.shared_bytes = self.flag_bytes + 16
 
     # ---- loading -------------------------------------------------------------------------------
@@ -130,25 +129,6 @@ class _Decode(UnitAttention):
                     with T.If(lane < rest), T.Then():
                         copy_async(target, at + first, source, first)
 
-    def load_query(self, q, task, g, c, query) -> None:
-        """``query``: the lane's channels of head ``g``, in log2, as halves; zero beyond the block's heads."""
-        values = T.alloc_local([4], "float32")
-        words = self.dim // 8
-        for i in range(words):
-            put(query, u32(0), i)
-        with T.If(T.And(g < self.heads, task.head_in_group + g < self.group)), T.Then():
-            source = T.bind(q.ptr_to([task.row, task.first_head + g, c * (self.dim // 4)]))
-            for i in range(words // 2):
-                load_global(values, 0, 4, source, 16 * i, "f32")
-                scaled = [
-                    T.max(
-                        T.min(values[j] * T.float32(LOG2E), T.float32(QUERY_LIMIT)), T.float32(-QUERY_LIMIT)
-                    )
-                    for j in range(4)
-                ]
-                half2(query, 2 * i, scaled[0], scaled[1])
-                half2(query, 2 * i + 1, scaled[2], scaled[3])
-
     # ---- a task --------------------------------------------------------------------------------
     def task(self, args, block, item, thread, shared, red, flag) -> None:
         """One attention task of one KV head, or of 8 of its query heads."""
@@ -172,8 +152,9 @@ class _Decode(UnitAttention):
             copies_commit()
         if self.tuning.overlap:
             emit(T.ptx["griddepcontrol.wait"]())
-        query = T.alloc_local([self.dim // 8], "uint32")
-        self.load_query(q, task, T.shift_right(lane, 2), T.bitwise_and(lane, 3), query)
+        address = T.bind(base + u32(self.query_at))
+        query = DecodeQuery(self.queries, self.scale_at, self.v_scale_at, address, warp, lane)
+        query.load(q, task)
         state = tuple(T.alloc_local([n], "float32") for n in (4 * self.steps, 4, 2, 2))
         for buffer, n, value in zip(
             state, (4 * self.steps, 4, 2, 2), (0.0, 0.0, float("-inf"), 0.0), strict=True

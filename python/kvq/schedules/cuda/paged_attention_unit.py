@@ -6,18 +6,19 @@
     P = exp2(S - m)                             m grows only when it must
     O^T[D, heads] += V^T[D, tokens] P^T         A = value codes, B = P times the values' scales, transposed
 
-Scales never touch the codes: the keys' go into the query once a page, the page's base multiplies the score,
-and query times minimum is one more product a page that starts the score. The values' zero point is one number
-a head. Rows that are not sealed are fp16, in tiles of 16.
+Scales never touch the codes: the keys' go into the query once a page (``decode_query.py``), the page's base
+multiplies the score, and query times minimum is one more product a page that starts the score. The values'
+zero point is one number a head. Rows that are not sealed are fp16, in tiles of 16.
 """
 
 from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from kvq.layout import FRAGMENT_TILE, SCALE_BIAS, KVLayout
+from kvq.layout import FRAGMENT_TILE, KVLayout
 
-from .fragments import UNIT_EXPONENT, Codes, LaneWords
+from .decode_query import DecodeQuery
+from .fragments import UNIT_EXPONENT, Codes, LaneWords, odd_offset
 from .mma import (
     any_lane,
     bytes_of,
@@ -26,7 +27,6 @@ from .mma import (
     load_global,
     load_shared,
     mma,
-    mul_half2,
     put,
     shuffle_xor,
     transpose,
@@ -47,7 +47,7 @@ class UnitAttention:
 
     def __init__(self, layout: KVLayout) -> None:
         self.layout, self.dim, self.page = layout, layout.head_dim, layout.page_size
-        self.k, self.v = Codes.of(layout.k_bits, layout), Codes.of(layout.v_bits, layout)
+        self.k, self.v = Codes.keys(layout), Codes.values(layout)
         self.steps = self.dim // FRAGMENT_TILE
         sizes = [n for n in (64, 32, 16) if n <= self.page and self.k.divides_at(n) and self.v.divides_at(n)]
         self.unit = next((n for n in sizes if self.k.bytes(n) + self.v.bytes(n) <= UNIT_BYTES), sizes[-1])
@@ -84,29 +84,11 @@ class UnitAttention:
             return 1.0, 1.0, 0.0
         return (
             2.0**-UNIT_EXPONENT,
-            2.0 ** -(UNIT_EXPONENT + self.v.odd_offset),
+            2.0 ** -(UNIT_EXPONENT + odd_offset(self.layout.v_bits)),
             2.0 ** (self.layout.v_bits - 1),
         )
 
     # ---- a unit --------------------------------------------------------------------------------
-    def scaled_query(self, stage, c, query):
-        """Queries times the keys' scales of the page, the factor of odd pairs taken out."""
-        words = self.dim // 8
-        codes = T.alloc_local([words // 2], "uint32")
-        scaled = T.alloc_local([words], "uint32")
-        width = next(n for n in (4, 2, 1) if words // 2 % n == 0)
-        address = T.bind(stage + T.cast(c * (self.dim // 4), "uint32"))
-        for i in range(0, words // 2, width):
-            load_shared(codes, i, width, address, self.scale_at + 4 * i)
-        for i in range(words):
-            odd = i % 2
-            # a byte of 4 exponent and 4 mantissa bits, moved to bit 6 of a half: the exponent needs its bias
-            bias = 1 + (0 if odd else self.k.odd_offset)
-            bytes_of(scaled, i, codes[i // 2], u32(0), 0x4342 if odd else 0x4140)
-            put(scaled, scaled[i] * u32(64) + u32(bias * 0x04000400), i)
-            mul_half2(scaled, i, scaled[i], query[i])
-        return scaled
-
     def minimum_scores(self, stage, c, query):
         """Query times the minimums of the page: a score each for two heads, the same in every row."""
         words = self.dim // 8
@@ -118,42 +100,22 @@ class UnitAttention:
         chains = T.alloc_local([8], "float32")
         for t in range(self.steps):
             low, high = minimum[2 * t], minimum[2 * t + 1]
-            mma(chains, 4 * (t % 2), (low, low, high, high), (query[2 * t], query[2 * t + 1]), fresh=t < 2)
+            mma(chains, 4 * (t % 2), (low, low, high, high), query.plain(t), fresh=t < 2)
         return [T.bind(chains[y] + chains[4 + y]) for y in range(2)]
 
-    def key_factor(self, stage):
-        """Power of two that turns products of codes and scaled queries into scores."""
-        word = T.alloc_local([4], "uint32")
-        if self.layout.header_in_v_scales:
-            load_shared(word, 0, 4, stage, self.v_scale_at)
-            bits = T.bitwise_and(word[0], u32(0x10001))
-            for i in range(1, 4):
-                bits = T.bitwise_or(bits, T.shift_left(T.bitwise_and(word[i], u32(0x10001)), u32(2 * i)))
-            bits = T.bind(bits)
-            base = T.bitwise_or(
-                T.bitwise_and(bits, u32(0x55)), T.bitwise_and(T.shift_right(bits, u32(15)), u32(0xAA))
-            )
-        else:
-            load_shared(word, 0, 1, stage, self.v_scale_at)
-            base = word[0]
-        exponent = 127 - SCALE_BIAS + 14 - self.k.odd_offset - UNIT_EXPONENT
-        return T.bind(T.reinterpret("float32", T.shift_left(base + u32(exponent), u32(23))))
-
-    def scores(self, stage, lane, c, query):
+    def scores(self, stage, lane, c, query: DecodeQuery):
         """Scores of the unit: products ``[4 tiles]``, what they are multiplied by, and what they start at."""
         products = T.alloc_local([4 * self.tiles], "float32")
         words = LaneWords(self.k, self.unit, T.bind(stage + T.cast(lane * (4 * self.k.vector), "uint32")), 0)
-        words.need(range(self.tiles * self.steps))
+        words.need((tile, t) for tile in range(self.tiles) for t in range(self.steps))
         quantized = self.layout.k_bits is not None
-        scaled = self.scaled_query(stage, c, query) if quantized else query
+        factor = query.scale(stage) if quantized else None
         for t in range(self.steps):
+            b = query.scaled(t) if quantized else query.plain(t)
             for tile in range(self.tiles):
-                p = words.pairs(tile * self.steps + t)
-                b = (scaled[2 * t], scaled[2 * t + 1])
+                p = words.pairs(tile, t)
                 mma(products, 4 * tile, (p[0], p[2], p[1], p[3]), b, fresh=t == 0)
-        if not quantized:
-            return products, None, None
-        return products, self.key_factor(stage), self.minimum_scores(stage, c, query)
+        return products, factor, self.minimum_scores(stage, c, query) if quantized else None
 
     def softmax(self, products, factor, start, scales, tiles: int, state):
         """Weights of the tokens times their scales, as operand B: two words a tile."""
@@ -168,7 +130,7 @@ class UnitAttention:
             for i in range(1, 2 * tiles):
                 best = T.max(best, products[2 * i + y])
             put(most, scaled(best, start[y] if start else T.float32(0)), y)
-        lazy = LAZY.get(self.v.bits, LAZY_OTHERS)
+        lazy = LAZY.get(self.layout.v_bits, LAZY_OTHERS)
         grown = [most[y] > peak[y] + T.float32(lazy) for y in range(2)]
         with T.If(any_lane(T.Or(*grown))), T.Then():
             for y in range(2):
@@ -217,12 +179,12 @@ class UnitAttention:
         words = LaneWords(self.v, self.unit, address, self.v_at)
         one = u32(0x3C003C00)
         for tile in range(self.tiles):
-            words.need(range(tile * self.steps, (tile + 1) * self.steps))
+            words.need((tile, t) for t in range(self.steps))
             b = (weights[2 * tile], weights[2 * tile + 1])
             if quantized:
                 mma(zero, 0, (one, one, one, one), b)
             for t in range(self.steps):
-                mma(out, 4 * t, words.pairs(tile * self.steps + t), b)
+                mma(out, 4 * t, words.pairs(tile, t), b)
 
     # ---- rows that are not sealed --------------------------------------------------------------
     def attend_rows(self, kv_open, task, tile, lane, query, state) -> None:
@@ -253,7 +215,7 @@ class UnitAttention:
         products = T.alloc_local([4], "float32")
         for t in range(self.steps):
             a = [keys[x * key_words + 2 * t + y] for y in range(2) for x in range(2)]
-            mma(products, 0, a, (query[2 * t], query[2 * t + 1]), fresh=t == 0)
+            mma(products, 0, a, query.plain(t), fresh=t == 0)
         for x in range(2):
             seen = first + g + 8 * x < task.own_rows
             for y in range(2):

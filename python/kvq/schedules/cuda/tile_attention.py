@@ -1,8 +1,8 @@
-"""tile_attention: online softmax for tiles of rows, over sealed pages and the rows' own row page.
+"""tile_attention: caches of float32 rows, which tensor cores would round; prefill and decode.
 
 A block has one attention task of one KV head: up to ``M`` query rows, the rows of the task times their group
-of query heads. It goes through the pages in blocks of tokens: keys become float32 in shared memory, then
-scores, weights, and the values in the same place. A row's sums run over the same blocks in the same order
+of query heads. It goes through the pages in blocks of tokens: keys into shared memory, then scores, weights,
+and the values in the same place, with online softmax. A row's sums run over the same blocks in the same order
 whatever shares its tile, so prefill and decode give the same bits.
 
 The plan never cuts a row's keys into splits here: the scratch and the merges of the contract stay unused.
@@ -173,7 +173,7 @@ class _Tile:
         self.accumulate()
 
     def finish(self, out, first_row, num_rows, head) -> None:
-        """Divide by the sum, undo the rotation of V and write the rows; ``q`` holds them on the way."""
+        """Divide by the sum and write the rows; ``q`` holds them on the way."""
         sync()
 
         def keep():
@@ -198,8 +198,6 @@ class _Tile:
                 line = WarpRow(self.dim, self.lane)
                 line.clear()
                 line.each(lambda e, channel: put(line.x, self.q[row, channel], e))
-                if self.layout.v_bits is not None:
-                    line.rotate_values()
                 line.each(
                     lambda e, channel: put(
                         out, T.cast(line.x[e], self.dtype), first_row + local, which, channel
@@ -210,7 +208,7 @@ class _Tile:
 
 
 def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-    """Build the kernel.
+    """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float32 and not quantized.
 
     Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table,
     plan_counts, attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through),
@@ -223,7 +221,7 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
         layout.head_dim,
         layout.page_size,
     )
-    unit, row_dtype = layout.values_per_unit, layout.row_dtype
+    unit = layout.values_per_unit
 
     def task(at, head, thread, args):
         q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out = args
@@ -250,19 +248,18 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
             is_own = T.bind(index == own_page)
             entry = T.bind(T.cast(table[start + T.max(T.min(index, own_page - 1), 0)], "int64"))
 
-            def word(i, entry=entry):
-                return pool[entry, layer, head, i]
+            def number(part, i, entry=entry):
+                return T.reinterpret("float32", pool[entry, layer, head, part * layout.v_offset + i])
 
             sync()
-            when(T.Not(is_own), lambda: tile.pages.load_scales(word))
             with T.serial(page // tile.tokens) as block:
 
                 def load(part, block=block, is_own=is_own):
                     with T.If(is_own):
                         with T.Then():
-                            tile.pages.load_rows(part, block, row, last)
+                            tile.pages.load(block, lambda i: row(part, i), last)
                         with T.Else():
-                            tile.pages.load_sealed(part, block, word)
+                            tile.pages.load(block, lambda i: number(part, i), page)
 
                 tile.attend(load, block, is_own, seen)
         tile.finish(out, first_row, num_rows, head)
@@ -293,8 +290,8 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
         num_slots = T.int64()
         q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
         pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), row_dtype)
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
+        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), "float32")
+        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), "float32")
         positions = T.match_buffer(positions_h, (n,), "int32")
         table = T.match_buffer(table_h, (table_size,), "int32")
         tasks = T.match_buffer(tasks_h, (num_tasks, 7), "int32")

@@ -1,0 +1,116 @@
+"""The CUDA kernels of a cache on the CPU: steps of prefill against the oracle, within their arrays."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import tvm
+
+from cuda_emulator import build, compiler, run
+from kernel_rig import CacheRig, relative_error
+from kvq.compiler.target import cuda_target
+from kvq.layout import KVLayout
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+
+class Emulated:
+    """A kernel's source as a function of tensors, blocks in random order."""
+
+    def __init__(self, func, names: list[str], blocks, shared_bytes: int = 0) -> None:
+        target = cuda_target("sm_90")
+        func = func.with_attr("global_symbol", "main")
+        module = tvm.IRModule({"main": func})
+        source = (
+            tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
+            .mod.imports[0]
+            .inspect_source("cuda")
+        )
+        found = re.search(r"__launch_bounds__\((\d+)", source)
+        assert found is not None
+        self.program = build(source, Path(mkdtemp(prefix="kvq-emulated-")), shared_bytes, int(found[1]))
+        self.names, self.blocks = names, blocks
+
+    def __call__(self, *values) -> None:
+        given = dict(zip(self.names, values, strict=True))
+        arrays = {f"{name}_ptr": v.numpy() for name, v in given.items() if not isinstance(v, int)}
+        sizes = {"num_open": len(given["kv_open"].numpy()), "layer": given["layer"]}
+        for name in ("tasks", "q", "carries"):
+            if name in given:
+                sizes["n" if name == "q" else "num_tasks"] = len(given[name].numpy())
+        grid = [(x, y) for x in range(self.blocks[0]) for y in range(self.blocks[1](given))]
+        order = np.random.default_rng(0).permutation(len(grid))
+        after = run(self.program, {**arrays, **sizes}, [grid[i] for i in order])
+        for name, value in given.items():
+            if f"{name}_ptr" in after and not isinstance(value, int):
+                value.copyfrom(after[f"{name}_ptr"])
+
+
+@cache
+def kernels(layout: KVLayout, heads: int):
+    from kvq.schedules.cuda import kv_append, kv_carry, kv_seal, prefill_attention
+
+    def length(name):
+        return lambda given: len(given[name].numpy())
+
+    total = -(-(heads + 2 * layout.num_kv_heads) // kv_append.WARPS)
+    kv_heads = layout.num_kv_heads
+    append = kv_append.kv_append(layout, heads, layout.head_dim, layout.head_dim**-0.5, "float32")
+    attend = prefill_attention.prefill_attention(layout, heads, "float32")
+    return (
+        Emulated(
+            append,
+            ["qkv", "rope", "slots", "layer", "kv_open", "kv_workspace", "faults", "q"],
+            (total, length("q")),
+        ),
+        Emulated(
+            kv_seal.kv_seal(layout, heads),
+            ["q", "kv_open", "kv_workspace", "counts", "tasks", "layer", "pool"],
+            (kv_heads, length("tasks")),
+        ),
+        Emulated(
+            attend,
+            [
+                *("q", "pool", "kv_workspace", "positions", "table", "counts", "tasks", "merges", "layer"),
+                *("kv_open", "scratch", "out"),
+            ],
+            (kv_heads, length("tasks")),
+            prefill_attention._Place(layout).shared_bytes,
+        ),
+        Emulated(
+            kv_carry.kv_carry(layout),
+            ["kv_workspace", "counts", "tasks", "layer", "kv_open"],
+            (kv_heads, length("tasks")),
+        ),
+    )
+
+
+class EmulatedRig(CacheRig):
+    """The rig's steps through the emulator."""
+
+    def build_kernels(self, opt: str):
+        from kvq.schedules.cuda.prefill_attention import attention_shape
+
+        shape = attention_shape(self.layout, self.num_heads)
+        return kernels(self.layout, self.num_heads), (4, shape.tile_rows, shape.scratch_extra)
+
+
+def layout_of(k_bits, v_bits, dim=64, page=64, heads=1) -> KVLayout:
+    return KVLayout(2, heads, dim, k_bits, v_bits, page, order="fragments")
+
+
+CASES = [(layout_of(4, 4, heads=2), 3), (layout_of(3, 2, 128, 32), 16), (layout_of(None, None), 2)]
+
+
+@pytest.mark.parametrize(("layout", "group"), CASES, ids=str)
+def test_steps_equal_the_oracle(layout, group):
+    rig = EmulatedRig(layout, group, layer=1, threads=2, slots=0, num_pages=12, num_open=2)
+    page = layout.page_size
+    for requests in ([("a", page + 9), ("b", 5)], [("b", page - 5), ("a", 1)], [("a", 2 * page), ("b", 3)]):
+        out, expected = rig.append(requests)
+        assert relative_error(out, expected) <= 3e-3
