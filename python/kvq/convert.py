@@ -11,7 +11,7 @@ from kvq.errors import CheckpointError
 from kvq.loader.check import check_tensors
 from kvq.loader.checkpoint import Checkpoint, open_checkpoint
 from kvq.loader.tensor_cache import TensorCacheWriter
-from kvq.model.parameters import Parameter, llama_parameters
+from kvq.model.parameters import Parameter, model_parameters
 from kvq.quantization.scheme import WeightScheme, resolve
 from kvq.quantization.weights import quantize_q4f16_1, stored_names, stored_parameters
 
@@ -51,7 +51,7 @@ def convert_weight(
     scheme, _ = resolve(quantization)
     with open_checkpoint(model) as checkpoint:
         stored_parameters(checkpoint.config, scheme)  # refuses shapes that the scheme cannot store
-        parameters = llama_parameters(checkpoint.config)
+        parameters = model_parameters(checkpoint.config)
         check_tensors(checkpoint, parameters)
         with TensorCacheWriter(output) as writer:
             for done, parameter in enumerate(parameters, 1):
@@ -99,5 +99,5 @@ def _blocks(checkpoint: Checkpoint, parameter: Parameter) -> Iterator[tuple[str,
         num_rows = checkpoint.shape(source)[0]
         for start in range(0, num_rows, step):
             block = checkpoint.tensor(source, start, start + step)
-            yield source, row + start, block
+            yield source, row + start, block if not parameter.offset else block + np.float32(parameter.offset)
         row += num_rows

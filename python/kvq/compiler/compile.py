@@ -14,7 +14,7 @@ from kvq import __version__
 from kvq.config import ChatConfig
 from kvq.errors import CompileError, ConfigError
 from kvq.layout import KVLayout
-from kvq.model.registry import export_model
+from kvq.model.decoder import export_model
 from kvq.passes.lower_weights import WeightPlan
 from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvq.config import ModelConfig
 from kvq.errors import ConfigError
-from kvq.model.parameters import llama_parameters
+from kvq.model.parameters import model_parameters
 from kvq.quantization.scheme import WeightScheme
 
 GROUP = 32
@@ -47,7 +47,7 @@ def stored_names(parameter: str, quantized: bool) -> tuple[str, ...]:
 
 
 def stored_parameters(config: ModelConfig, scheme: WeightScheme) -> list[StoredTensor]:
-    """The tensors of a weights directory, in the order of :func:`~kvq.model.parameters.llama_parameters`.
+    """The tensors of a weights directory, in the order of :func:`~kvq.model.parameters.model_parameters`.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def stored_parameters(config: ModelConfig, scheme: WeightScheme) -> list[StoredT
         If a matrix has a row that is no whole number of groups.
     """
     out = []
-    for parameter in llama_parameters(config):
+    for parameter in model_parameters(config):
         quantized = scheme.bits is not None and parameter.quantize
         names = stored_names(parameter.name, quantized)
         if not quantized:
