@@ -128,7 +128,7 @@ def test_a_residual_that_is_used_twice_is_not_fused():
     )
     plan = weight_plan("q4f16_1", [(name, tuple(int(s) for s in p.shape)) for name, p in params])
     after = FusePointwise(KERNELS)(LowerWeights(plan, False)(mod))
-    assert "linear_int8_add" not in relax_text(after) and "R.add" in relax_text(after)
+    assert "linear_q8_add" not in relax_text(after) and "R.add" in relax_text(after)
 
 
 def test_attach_metadata():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from kvq.loader.checkpoint import Checkpoint, open_checkpoint
 from kvq.loader.tensor_cache import TensorCacheWriter
 from kvq.model.parameters import Parameter, model_parameters
 from kvq.quantization.scheme import WeightScheme, resolve
-from kvq.quantization.weights import quantize_q4f16_1, stored_names, stored_parameters
+from kvq.quantization.storage import STORAGES
+from kvq.quantization.weights import quantize_q4f16_1, stored_parameters, stored_tensors
 
 #: Values converted at a time: bounds the float32 copies that conversion needs.
 _BLOCK_VALUES = 1 << 20
@@ -65,29 +67,27 @@ def _write(
     writer: TensorCacheWriter, checkpoint: Checkpoint, parameter: Parameter, scheme: WeightScheme
 ) -> None:
     """Fuse, cast and quantize one parameter block of rows by block, and write it."""
-    quantized = scheme.bits is not None and parameter.quantize
-    names = stored_names(parameter.name, quantized)
-    if quantized:
-        n, k = parameter.shape
-        q_weight = np.empty((n, k // 8), np.uint32)
-        q_scale = np.empty((n, k // 32), np.float16)
+    storage = scheme.storage(parameter.name, parameter.quantize)
+    stored = stored_tensors(parameter.name, parameter.shape, storage)
+    if STORAGES[storage].bits is not None:
+        arrays = [np.empty(tensor.shape, tensor.dtype) for tensor in stored]
         for source, row, block in _blocks(checkpoint, parameter):
-            rows = slice(row, row + len(block))
-            q_weight[rows], q_scale[rows] = quantize_q4f16_1(block, source)
-        writer.add(names[0], q_weight, n * k)
-        writer.add(names[1], q_scale, 0)
+            for array, part in zip(arrays, quantize_q4f16_1(block, source), strict=True):
+                array[row : row + len(block)] = part
+        for tensor, array in zip(stored, arrays, strict=True):
+            writer.add(tensor.name, array, math.prod(parameter.shape) if array is arrays[0] else 0)
         return
-    out = np.empty(parameter.shape, scheme.dtype)
+    out = np.empty(parameter.shape, storage)
     for source, row, block in _blocks(checkpoint, parameter):
         target = out[row : row + len(block)]
         with np.errstate(over="ignore"):
-            target[...] = block.astype(scheme.dtype)
+            target[...] = block.astype(storage)
         if not np.isfinite(target).all():
             raise CheckpointError(
                 f"{checkpoint.file_of(source)}: tensor {source} holds NaN, infinity or a value "
-                f"beyond the range of {scheme.dtype}" + (": use q0f32" if scheme.dtype == "float16" else "")
+                f"beyond the range of {storage}" + (": use q0f32" if storage == "float16" else "")
             )
-    writer.add(names[0], out)
+    writer.add(parameter.name, out)
 
 
 def _blocks(checkpoint: Checkpoint, parameter: Parameter) -> Iterator[tuple[str, int, np.ndarray]]:
