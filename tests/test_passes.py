@@ -24,8 +24,9 @@ from kvq.compiler.target import cpu_target
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.passes.attach_metadata import AttachMetadata
+from kvq.passes.cache_geometry import find_creation
 from kvq.passes.fuse_pointwise import FusePointwise
-from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache, find_creation
+from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache
 from kvq.passes.lower_weights import LowerWeights, WeightPlan
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache

@@ -14,6 +14,8 @@ from tvm import tirx
 
 from kvq.layout import KVLayout
 
+from .attention_variant import PLAIN, AttentionVariant
+
 
 @dataclass(frozen=True)
 class DecodeShape:
@@ -148,8 +150,10 @@ class Kernels(Protocol):
         """Full row pages to sealed pages."""
         ...
 
-    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        """Attention over sealed pages and the row page."""
+    def paged_attention(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        """Attention over sealed pages and the row page; CompileError where there is none of the variant."""
         ...
 
     def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:

@@ -8,6 +8,7 @@ from tvm import tirx
 
 from kvq.layout import KVLayout
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
 
 from . import (
@@ -92,8 +93,10 @@ class CpuKernels:
     def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         return kv_seal.kv_seal(layout, num_heads, self.isa)
 
-    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        return paged_attention.paged_attention(layout, num_heads, dtype, self.isa)
+    def paged_attention(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        return paged_attention.paged_attention(layout, num_heads, dtype, self.isa, variant)
 
     def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return self.paged_attention(layout, num_heads, dtype)
