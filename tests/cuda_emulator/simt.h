@@ -21,6 +21,8 @@ struct half {
   operator float() const { return _cvtsh_ss(bits); }
 };
 
+inline half __float2half_rn(float x) { return half(x); }
+
 #define CUDART_INF_F INFINITY
 #define __forceinline__ inline
 #define __device__
