@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
 from kernel_rig import build, relative_error, tensor
 from kvq.compiler.target import cpu_target
 from kvq.passes.lower_weights import WeightPlan
-from kvq.quantization.scheme import WEIGHT_SCHEMES
 from kvq.quantization.storage import STORAGES, PackedRows, pack_codes
 from kvq.schedules.cpu import activations, embedding, linear, linear_q8, weight_blocks
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
@@ -47,8 +44,8 @@ class Weight:
     def __init__(self, n: int, k: int, storage: str = "int4") -> None:
         rows, kernels = random_rows(n, k, storage), cpu_target().kernels
         self.value = rows.dequantized()
-        plan = WeightPlan(replace(WEIGHT_SCHEMES["source"], table={"w.weight": storage}), kernels)
-        plan.add("w.weight", (n, k))
+        plan = WeightPlan(kernels)
+        plan.add("w.weight", (n, k), storage)
         stored = {"w.q_weight": pack_codes(rows.codes, STORAGES[storage].bits), "w.q_scale": rows.scale}
         if rows.offset is not None:
             stored[f"w.q_{STORAGES[storage].offset}"] = rows.offset

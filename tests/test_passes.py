@@ -86,9 +86,9 @@ def mlp_module() -> tuple[tvm.IRModule, list[tuple[str, tuple[int, ...]]]]:
 
 
 def weight_plan(scheme: str, params: list[tuple[str, tuple[int, ...]]]) -> WeightPlan:
-    plan = WeightPlan(WEIGHT_SCHEMES[scheme], KERNELS)
+    plan = WeightPlan(KERNELS)
     for name, shape in params:
-        plan.add(name, shape)
+        plan.add(name, shape, WEIGHT_SCHEMES[scheme].storage(name, len(shape) > 1))
     return plan
 
 

@@ -219,8 +219,10 @@ class ChatConfig(BaseModel):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    # kvq's own: cache scheme, ids the sampler may draw, chat format and where an answer ends.
+    # kvq's own: cache scheme, how each matrix is stored (of weights ``source``), ids the sampler may draw,
+    # chat format and where an answer ends.
     kv_quantization: str = "none"
+    weight_storage: dict[str, str] = Field(default_factory=dict)
     active_vocab_size: int = Field(gt=0)
     chat_template: str | None = None
     stop_token_ids: list[int] = Field(default_factory=list)

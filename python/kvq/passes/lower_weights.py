@@ -23,7 +23,6 @@ from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
-from kvq.quantization.scheme import WeightScheme
 from kvq.quantization.storage import STORAGES
 from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
@@ -68,7 +67,6 @@ class WeightPlan:
 
     Attributes
     ----------
-    scheme : WeightScheme
     kernels : Kernels
         The backend, which says how it wants stored tensors.
     tensors : list of PreparedTensor
@@ -79,7 +77,6 @@ class WeightPlan:
         Of each ``prepare_*`` function: its PrimFunc, the type it takes and the type it makes.
     """
 
-    scheme: WeightScheme
     kernels: Kernels
     tensors: list[PreparedTensor] = field(default_factory=list)
     index: list[tuple[int, ...]] = field(default_factory=list)
@@ -87,9 +84,8 @@ class WeightPlan:
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
     _storages: list[str] = field(default_factory=list)
 
-    def add(self, name: str, shape: tuple[int, ...]) -> None:
-        """Append a weight of the model."""
-        storage = self.scheme.storage(name, len(shape) > 1)
+    def add(self, name: str, shape: tuple[int, ...], storage: str) -> None:
+        """Append a weight of the model, stored as a key of :data:`~kvq.quantization.storage.STORAGES`."""
         self._shapes.append(shape)
         self._storages.append(storage)
         stored = stored_tensors(name, shape, storage)
@@ -100,7 +96,7 @@ class WeightPlan:
         return self._shapes[weight]
 
     def storage(self, weight: int) -> str:
-        """How it is stored, a key of :data:`~kvq.quantization.storage.STORAGES`."""
+        """How it is stored."""
         return self._storages[weight]
 
     def _preparation(self, tensor: StoredTensor, shape: tuple[int, ...]) -> Preparation | None:

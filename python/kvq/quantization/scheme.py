@@ -130,6 +130,10 @@ ALIASES = {
 }
 
 
+#: What a checkpoint of floats becomes when nothing is asked.
+DEFAULT_QUANTIZATION = "q4f16kv"
+
+
 def resolve(
     quantization: str, kv_quantization: str | None = None, table: Mapping[str, str] | None = None
 ) -> tuple[WeightScheme, KVQuantization]:
