@@ -183,8 +183,12 @@ def write_gguf(
     arch: str = "llama",
     extra: dict[str, np.ndarray] | None = None,
     parts: int = 1,
+    dtypes: dict[str, str] | None = None,
 ) -> Path:
-    """Write a GGUF file with the reference library, with a byte-level vocabulary."""
+    """Write a GGUF file with the reference library, with a byte-level vocabulary.
+
+    ``dtypes`` gives tensors whose Hugging Face name holds a key another type than ``dtype``.
+    """
     writer = gguf.GGUFWriter(path, arch)
     if parts > 1:
         writer.add_uint16("split.count", parts)
@@ -216,7 +220,8 @@ def write_gguf(
         for part, count in heads.items():
             if part in name:
                 tensor = permute(tensor, count)
-        _add_tensor(writer, gguf_name(name), tensor, dtype)
+        kind = next((kind for part, kind in (dtypes or {}).items() if part in name), dtype)
+        _add_tensor(writer, gguf_name(name), tensor, kind)
     for name, tensor in (extra or {}).items():
         _add_tensor(writer, name, tensor, "float32")
     writer.write_header_to_file()

@@ -13,6 +13,7 @@ from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 
 def build(func: Any, opt: str = "O2"):
@@ -27,7 +28,7 @@ def tensor(array: np.ndarray, device: Any = None) -> tvm.runtime.Tensor:
 
 
 @cache
-def cache_kernels(layout: KVLayout, num_heads: int, opt: str):
+def cache_kernels(layout: KVLayout, num_heads: int, opt: str, variant: AttentionVariant):
     """``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, and how attention is cut."""
     from kvq.compiler.target import cpu_target
 
@@ -36,7 +37,7 @@ def cache_kernels(layout: KVLayout, num_heads: int, opt: str):
     built = (
         build(kernels.kv_append(layout, num_heads, layout.head_dim, scale, "float32"), opt),
         build(kernels.kv_seal(layout, num_heads), opt),
-        build(kernels.paged_attention(layout, num_heads, "float32"), opt),
+        build(kernels.paged_attention(layout, num_heads, "float32", variant), opt),
         build(kernels.kv_carry(layout), opt),
     )
     shape = kernels.attention_shape(layout, num_heads)
@@ -60,11 +61,15 @@ class CacheRig:
         slots: int = 64,
         opt: str = "O2",
         seed: int = 0,
+        variant: AttentionVariant = PLAIN,
+        query_gain: float = 1.0,
     ) -> None:
         self.layout, self.layer, self.threads = layout, layer, threads
+        self.variant, self.query_gain = variant, query_gain
         self.num_heads = group * layout.num_kv_heads
         self.kernels, (split_pages, tile_rows, extra) = self.build_kernels(opt)
         self.rng = np.random.default_rng(seed)
+        self.sinks = self.rng.standard_normal(self.num_heads).astype(np.float32)
         num_workspace = 12
         # stale contents: NaN rows and random words must never be seen
         self.pool = self.tensor(self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32))
@@ -81,7 +86,7 @@ class CacheRig:
         self.rows: dict[Hashable, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
 
     def build_kernels(self, opt: str):
-        return cache_kernels(self.layout, self.num_heads, opt)
+        return cache_kernels(self.layout, self.num_heads, opt, self.variant)
 
     def tensor(self, array: np.ndarray) -> tvm.runtime.Tensor:
         return tensor(array, self.device)
@@ -94,7 +99,9 @@ class CacheRig:
     def random_rows(self, n: int) -> np.ndarray:
         """qkv float32 ``[n, Hq + 2 H, D]``."""
         total = self.num_heads + 2 * self.layout.num_kv_heads
-        return self.rng.standard_normal((n, total, self.layout.head_dim)).astype(np.float32)
+        rows = self.rng.standard_normal((n, total, self.layout.head_dim))
+        rows[:, : self.num_heads] *= self.query_gain
+        return rows.astype(np.float32)
 
     def step(self, requests: list[tuple[Hashable, int]], qkv: np.ndarray) -> np.ndarray:
         """Run a step and return its output, float32 ``[n, Hq, D]``."""
@@ -114,10 +121,11 @@ class CacheRig:
         self._record(requests, plan.append_slots[:n], q.numpy())
         seal(q, self.open, self.workspace, counts, self.tensor(plan.seal_tasks), self.layer, self.pool)
         out = self.tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32))
+        sinks = [self.tensor(self.sinks)] if self.variant.sinks else []
         attend(
             q, self.pool, self.workspace, self.tensor(plan.positions[:n]), self.tensor(plan.page_table),
-            counts, self.tensor(plan.attention_tasks), self.tensor(plan.merge_tasks), self.layer, self.open,
-            self.scratch, out,
+            counts, self.tensor(plan.attention_tasks), self.tensor(plan.merge_tasks), *sinks, self.layer,
+            self.open, self.scratch, out,
         )  # fmt: skip
         carry(self.workspace, counts, self.tensor(plan.carry_tasks), self.layer, self.open)
         plan.commit()
@@ -190,8 +198,16 @@ class CacheRig:
         group = self.num_heads // layout.num_kv_heads
         k, v = (np.repeat(np.concatenate(x, axis=1), group, axis=0) for x in (k, v))
         scores = np.einsum("hd,htd->ht", q, k) * layout.head_dim**-0.5
+        variant = self.variant
+        if variant.softcap is not None:
+            scores = variant.softcap * np.tanh(scores / variant.softcap)
+        if variant.window is not None:
+            scores[:, : max(0, position + 1 - variant.window)] = -np.inf
+        if variant.sinks:
+            scores = np.concatenate([scores, self.sinks[:, None]], axis=1)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        out = np.einsum("ht,htd->hd", weights / weights.sum(axis=1, keepdims=True), v)
+        weights /= weights.sum(axis=1, keepdims=True)
+        out = np.einsum("ht,htd->hd", weights[:, : v.shape[1]], v)
         return out @ kv_codec.hadamard(layout.head_dim) if layout.v_bits is not None else out
 
 

@@ -31,7 +31,7 @@ RANK = {unit: rank for rank, units in enumerate(STOREYS) for unit in units}
 RUNS = ("runtime", "engine")
 COMPILES = ("kvq.compiler", "kvq.passes", "kvq.schedules", "kvq.model", "tvm.relax", "tvm.tirx", "tvm.s_tir")
 #: The list of a model's weights is plain data and belongs to both.
-PLAIN = ("kvq.model.parameters",)
+PLAIN = ("kvq.model.parameters", "kvq.model.families")
 
 #: Third-party packages that a unit may name; anything else would be an undeclared dependency.
 DECLARED = {

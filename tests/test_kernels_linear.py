@@ -7,8 +7,9 @@ import pytest
 
 from kernel_rig import build, relative_error, tensor
 from kvq.compiler.target import cpu_target
-from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
-from kvq.schedules.cpu import activations, linear, weight_blocks
+from kvq.passes.lower_weights import WeightPlan
+from kvq.quantization.storage import STORAGES, PackedRows, pack_codes
+from kvq.schedules.cpu import activations, embedding, linear, linear_q8, weight_blocks
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
 from kvq.schedules.cpu.vector import CpuIsa
 
@@ -20,72 +21,115 @@ def empty(*shape: int, dtype: str = "float32"):
     return tensor(np.full(shape, 77, dtype))
 
 
-class Int4Weight:
+KINDS = [name for name, kind in STORAGES.items() if kind.bits is not None]
+
+
+def random_rows(n: int, k: int, storage: str) -> PackedRows:
+    """Rows of a weight with all codes, as ``storage`` keeps them."""
+    kind, rng = STORAGES[storage], np.random.default_rng(n + k)
+    codes = rng.integers(0, 2**kind.bits, (n, k), dtype=np.uint8)
+    codes[0, :2] = 0, 2**kind.bits - 1
+    groups = (n, k // kind.group)
+    scale = (rng.uniform(0.5, 2, groups) * rng.choice([-1, 1], groups) / 2**kind.bits).astype(np.float16)
+    offset = None
+    if kind.offset is not None:
+        zero, minimum = rng.integers(0, 17, groups), rng.standard_normal(groups)
+        offset = (zero if kind.offset == "zero" else minimum).astype(np.float16)
+    return PackedRows(storage, codes, scale, offset)
+
+
+class Weight:
     """A random weight, stored and prepared."""
 
-    def __init__(self, n: int, k: int) -> None:
-        rng = np.random.default_rng(n + k)
-        codes, scales = quantize_q4f16_1(rng.standard_normal((n, k)).astype(np.float32))
-        self.value = dequantize_q4f16_1(codes, scales)
-        blocks, groups = weight_blocks.num_blocks(n), k // weight_blocks.GROUP
-        self.codes = empty(blocks, groups, 4, weight_blocks.BLOCK, dtype="uint32")
-        self.scales = empty(blocks, groups, weight_blocks.BLOCK, dtype="float16")
-        build(weight_blocks.prepare_int4_codes(n, k))(tensor(codes), self.codes)
-        build(weight_blocks.prepare_blocks(n, groups, "float16"))(tensor(scales), self.scales)
+    def __init__(self, n: int, k: int, storage: str = "int4") -> None:
+        rows, kernels = random_rows(n, k, storage), cpu_target().kernels
+        self.value = rows.dequantized()
+        plan = WeightPlan(kernels)
+        plan.add("w.weight", (n, k), storage)
+        stored = {"w.q_weight": pack_codes(rows.codes, STORAGES[storage].bits), "w.q_scale": rows.scale}
+        if rows.offset is not None:
+            stored[f"w.q_{STORAGES[storage].offset}"] = rows.offset
+        self.tensors = []
+        for prepared in plan.tensors:
+            self.tensors.append(empty(*prepared.shape, dtype=prepared.dtype))
+            build(plan.prepare[prepared.function][0])(tensor(stored.pop(prepared.source)), self.tensors[-1])
+        assert not stored
 
 
 def unpack_quantized(words: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes int8 [n, K], scales float32 [n, K/32], offsets int32 [n, K/32] of quantized rows."""
-    groups = k // weight_blocks.GROUP
-    codes, scales, offsets = np.split(words, [k // 4, k // 4 + groups], axis=1)
-    return codes.copy().view(np.int8), scales.copy().view(np.float32), offsets
+    """Codes int8 [n, K], scales float32 [n, K/32], sums int32 [n, K/16] of quantized rows."""
+    codes, scales, sums = np.split(words, [k // 4, k // 4 + k // weight_blocks.GROUP], axis=1)
+    return codes.copy().view(np.int8), scales.copy().view(np.float32), sums
 
 
-@pytest.mark.parametrize("isa", [cpu_target().isa, CpuIsa(8, "generic")], ids=["native", "generic"])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_int8_product(n, k, isa):
-    weight, rng = Int4Weight(n, k), np.random.default_rng(1)
+ISAS = {"native": cpu_target().isa, "generic": CpuIsa(8, "generic")}
+
+
+@pytest.mark.parametrize(
+    ("isa", "shape", "storage"),
+    [
+        *(("native", shape, "int4") for shape in SHAPES),
+        *(("native", (40, 96), storage) for storage in KINDS if storage != "int4"),
+        *(("generic", (40, 96), storage) for storage in ("int4", "int8", "int8_g16_min")),
+    ],
+)
+def test_product_with_int8_activations(isa, shape, storage):
+    (n, k), isa, rng = shape, ISAS[isa], np.random.default_rng(1)
+    weight = Weight(n, k, storage)
     x = rng.standard_normal((512, k)).astype(np.float32) * 3
     residual = rng.standard_normal((512, n)).astype(np.float32)
     x[5, :32] = 0
-    quantize, product = build(activations.quantize_rows(k, isa)), build(linear.linear_int8(n, k, isa))
-    product_add = build(linear.linear_int8(n, k, isa, residual=True))
+    x[6, :64] = np.repeat([8, -8], 32)  # the largest products, all of one sign
+    quantize = build(activations.quantize_rows(k, isa))
+    product = build(linear_q8.linear_q8(n, k, storage, isa))
+    product_add = build(linear_q8.linear_q8(n, k, storage, isa, residual=True))
     results = []
     for rows in ROWS:
         words = empty(rows, activations.quantized_width(k), dtype="int32")
         y, added = empty(rows, n), empty(rows, n)
         quantize(tensor(x[:rows]), words)
-        product(words, weight.codes, weight.scales, y)
-        product_add(words, weight.codes, weight.scales, tensor(residual[:rows]), added)
+        product(words, *weight.tensors, y)
+        product_add(words, *weight.tensors, tensor(residual[:rows]), added)
         np.testing.assert_array_equal(added.numpy(), y.numpy() + residual[:rows])
         results.append((y.numpy(), words.numpy()))
     for y, words in results:
         np.testing.assert_array_equal(y, results[-1][0][: len(y)])
         np.testing.assert_array_equal(words, results[-1][1][: len(y)])
-    codes, scales, offsets = unpack_quantized(results[-1][1], k)
-    np.testing.assert_array_equal(
-        offsets, -weight_blocks.ZERO * codes.reshape(512, -1, 32).sum(axis=2, dtype=np.int32)
-    )
+    codes, scales, sums = unpack_quantized(results[-1][1], k)
+    np.testing.assert_array_equal(sums, codes.reshape(512, -1, 16).sum(axis=2, dtype=np.int32))
     inputs = (codes.reshape(512, -1, 32) * scales[..., None]).reshape(512, k)
     assert np.abs(inputs - x).max() <= np.abs(x).max() / 127 / 2 * 1.01
     np.testing.assert_array_equal(inputs[5, :32], 0)
     assert relative_error(results[-1][0], inputs @ weight.value.T) < 3e-6
 
 
-@pytest.mark.parametrize("opt", ["O1", "O0"])
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_exact_product(n, k, opt):
-    weight, isa = Int4Weight(n, k), cpu_target(opt).isa
+@pytest.mark.parametrize(
+    ("opt", "shape", "storage"),
+    [
+        *((opt, shape, "int4") for opt in ("O0", "O1") for shape in SHAPES),
+        *(("O1", (40, 96), storage) for storage in KINDS if storage != "int4"),
+    ],
+)
+def test_exact_product_and_embedding(opt, shape, storage):
+    (n, k), isa = shape, cpu_target(opt).isa
+    weight = Weight(n, k, storage)
     x = np.random.default_rng(2).standard_normal((512, k)).astype(np.float32)
-    product = build(linear.linear_float(n, k, "int4", isa), opt)
+    product = build(linear.linear(n, k, storage, isa), opt)
     results = []
     for rows in ROWS:
         y = empty(rows, n)
-        product(tensor(x[:rows]), weight.codes, weight.scales, y)
+        product(tensor(x[:rows]), *weight.tensors, y)
         results.append(y.numpy())
     for y in results:
         np.testing.assert_array_equal(y, results[-1][: len(y)])
     assert relative_error(results[-1], x @ weight.value.T) < 3e-6
+    eye = np.eye(k, dtype=np.float32)[: min(k, 64)]
+    y = empty(len(eye), n)
+    product(tensor(eye), *weight.tensors, y)
+    np.testing.assert_array_equal(y.numpy(), weight.value.T[: len(eye)])  # no weight is rounded
+    ids, rows = np.array([0, n - 1, 17, 3, 1000, -4], np.int32), empty(6, k)
+    build(embedding.embedding(n, k, storage), opt)(tensor(ids), *weight.tensors, rows)
+    np.testing.assert_array_equal(rows.numpy(), weight.value[np.clip(ids, 0, n - 1)])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -95,7 +139,7 @@ def test_product_with_stored_floats(n, k, dtype):
     w, x = rng.standard_normal((n, k)).astype(dtype), rng.standard_normal((70, k)).astype(np.float32)
     blocks = empty(weight_blocks.num_blocks(n), k, weight_blocks.BLOCK, dtype=dtype)
     build(weight_blocks.prepare_blocks(n, k, dtype))(tensor(w), blocks)
-    product = build(linear.linear_float(n, k, dtype, isa))
+    product = build(linear.linear(n, k, dtype, isa))
     results = []
     for rows in (1, 3, 70):
         y = empty(rows, n)
@@ -105,17 +149,8 @@ def test_product_with_stored_floats(n, k, dtype):
         np.testing.assert_array_equal(y, results[-1][: len(y)])
     assert relative_error(results[-1], x @ w.astype(np.float32).T) < 3e-6
     ids, rows = np.array([0, n - 1, 5, 5], np.int32), empty(4, k)
-    build(weight_blocks.embedding(n, k, dtype, isa))(tensor(ids), blocks, rows)
+    build(embedding.embedding(n, k, dtype))(tensor(ids), blocks, rows)
     np.testing.assert_array_equal(rows.numpy(), w[ids].astype(np.float32))
-
-
-def test_embedding_of_int4_rows_stays_in_the_table():
-    n, k = 40, 96
-    weight, ids, rows = Int4Weight(n, k), np.array([0, 39, 17, 3, 1000, -4], np.int32), empty(6, k)
-    build(weight_blocks.embedding(n, k, "int4", cpu_target().isa))(
-        tensor(ids), weight.codes, weight.scales, rows
-    )
-    np.testing.assert_array_equal(rows.numpy(), weight.value[np.clip(ids, 0, n - 1)])
 
 
 def check_pointwise(make, x: np.ndarray, weights: list[np.ndarray], dim: int, expected: np.ndarray) -> None:

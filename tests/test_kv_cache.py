@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from kv_oracle import FakeDevice
 from kvq.errors import CacheError
@@ -188,15 +188,43 @@ def test_check_integrity_finds_a_leak() -> None:
         device.cache.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("window", "count", "left", "recompute"),
+    [
+        (P, 0, 4 * P + 5, 0),
+        (P, 5, 4 * P, 0),
+        (P, 6, 0, 4 * P - 1),  # cut to 3 P, where a row sees page 2
+        (P + 6, 1, 0, 4 * P + 4),  # the last token was the first that does not see page 2
+        (3 * P, 1, 4 * P + 4, 0),
+        (3 * P, 3 * P, 0, P + 5),
+    ],
+)
+def test_popn_to_where_released_pages_would_be_seen(
+    window: int, count: int, left: int, recompute: int
+) -> None:
+    device = FakeDevice(8, 2, 4, window=window)
+    grow(device, "a", 4 * P + 5)
+    device.cache.release_unseen("a")
+    assert device.cache.popn("a", count) == recompute
+    assert device.cache.length("a") == left
+    device.tokens["a"] = device.tokens["a"][:left]
+    device.append([("a", P + 1)])
+    device.cache.check_integrity()
+
+
 class CacheMachine(RuleBasedStateMachine):
-    """Random add, append, fork, popn and remove; every query must see its own sequence in order."""
+    """Random add, append, fork, popn, release and remove; every query must see its own sequence in order."""
 
     sequences = Bundle("sequences")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.device = FakeDevice(num_pages=24, num_open=4, num_workspace=6)
+    @initialize(window=st.sampled_from([None, None, 1, P - 1, P, P + 1, 3 * P]))
+    def build(self, window: int | None) -> None:
+        self.device = FakeDevice(num_pages=24, num_open=4, num_workspace=6, window=window)
         self.count = 0
+
+    def check_recompute(self, position: int, recompute: int) -> None:
+        """Less than a page is run again, or all of it after pages were released."""
+        assert 0 <= recompute < P or (recompute == position and self.device.window is not None)
 
     def alive(self, sequence: int) -> bool:
         return sequence in self.device.tokens
@@ -245,7 +273,8 @@ class CacheMachine(RuleBasedStateMachine):
         recompute = self.device.cache.fork_sequence(parent, self.count, position)
         end = len(tokens) if position is None else position
         self.device.tokens[self.count] = tokens[: end - recompute]
-        assert 0 <= recompute < P and self.device.cache.length(self.count) == end - recompute
+        self.check_recompute(end, recompute)
+        assert self.device.cache.length(self.count) == end - recompute
         return self.count
 
     @rule(target=sequences, other=sequences, part=st.floats(0, 1))
@@ -253,8 +282,8 @@ class CacheMachine(RuleBasedStateMachine):
         """A sequence that starts from sealed pages of another, which may go before it."""
         if not self.alive(other) or not self.device.cache.open_pages.num_free:
             return multiple()
-        pages = self.device.cache.sequence(other).pages
-        pages = pages[: round(part * len(pages))]
+        held = self.device.cache.sequence(other)
+        pages = held.pages[: round(part * len(held.pages))] if not held.first_page else []
         self.count += 1
         self.device.cache.add_sequence(self.count, pages)
         self.device.tokens[self.count] = self.device.tokens[other][: len(pages) * P]
@@ -267,8 +296,20 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = self.device.tokens[sequence]
         count = round(part * len(tokens))
         recompute = self.device.cache.popn(sequence, count)
-        assert 0 <= recompute < P
+        self.check_recompute(len(tokens) - count, recompute)
         del tokens[len(tokens) - count - recompute :]
+
+    @rule(sequence=sequences)
+    def release(self, sequence: int) -> None:
+        """Pages that no later row sees go, and no others."""
+        if not self.alive(sequence):
+            return
+        cache, free = self.device.cache, self.device.cache.num_free_pages
+        released = cache.release_unseen(sequence)
+        assert free <= cache.num_free_pages <= free + released
+        window, length = self.device.window, cache.length(sequence)
+        left = 0 if window is None else max(0, length + 1 - window) // P
+        assert len(cache.sequence(sequence).pages) == length // P - left
 
     @rule(sequence=sequences)
     def remove(self, sequence: int) -> None:
@@ -278,6 +319,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def totals_agree(self) -> None:
+        if not hasattr(self, "device"):
+            return
         self.device.cache.check_integrity()
         assert set(self.device.cache.sequence_ids) == set(self.device.tokens)
         for sequence, tokens in self.device.tokens.items():

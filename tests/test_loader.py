@@ -24,14 +24,14 @@ from kvq.errors import CheckpointError, ConfigError, KvqError
 from kvq.loader import open_checkpoint
 from kvq.loader.check import check_tensors
 from kvq.loader.gguf_model import _llama3_factors
-from kvq.model.parameters import llama_parameters
+from kvq.model.parameters import model_parameters
 from tiny_llama import TinyLlama
 
 
 def refuse(path: Path) -> str:
     """Open and check a checkpoint that must be refused; the message, which must be one line."""
     with pytest.raises(KvqError) as error, open_checkpoint(path) as checkpoint:
-        check_tensors(checkpoint, llama_parameters(checkpoint.config))
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
         for name in checkpoint.tensor_names():
             checkpoint.tensor(name)
     assert "\n" not in str(error.value)
@@ -50,7 +50,7 @@ def test_tensors_are_what_was_written(
     )
     with open_checkpoint(path) as checkpoint:
         assert set(checkpoint.tensor_names()) == set(tiny.shapes())
-        check_tensors(checkpoint, llama_parameters(checkpoint.config))
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
         for name, written in tiny.tensors().items():
             stored = written if fmt == "gguf" and written.ndim == 1 else written.astype(DTYPES[dtype])
             read = checkpoint.tensor(name)
@@ -119,7 +119,7 @@ def test_tied_embeddings_matrix(tmp_path: Path, fmt: str, config_ties: bool, has
         assert "lm_head.weight" in message and "tie_word_embeddings" in message
         return
     with open_checkpoint(tmp_path) as checkpoint:
-        check_tensors(checkpoint, llama_parameters(checkpoint.config))
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
 
 
 def test_tied_embeddings_stored_as_lm_head(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_tied_embeddings_stored_as_lm_head(tmp_path: Path) -> None:
     write_json(tmp_path / "config.json", TinyLlama(seed=3).config())
     write_shards(tmp_path, {**tensors, "lm_head.weight": embeddings}, 1, "safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
-        check_tensors(checkpoint, llama_parameters(checkpoint.config))
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
         np.testing.assert_array_equal(checkpoint.tensor("model.embed_tokens.weight"), embeddings)
 
 
@@ -154,10 +154,18 @@ LLAMA3 = {
     ("kind", "numbers"),
     [
         ("linear", {"factor": 2.0}),
-        ("dynamic", {"factor": 2.0}),
+        ("dynamic", {"factor": 2.0, "original_max_position_embeddings": 1024}),
         ("llama3", LLAMA3),
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 512}),
-        ("longrope", {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}),
+        (
+            "longrope",
+            {
+                "short_factor": [1.0] * 32,
+                "long_factor": [2.0] * 32,
+                "factor": 4.0,
+                "original_max_position_embeddings": 256,
+            },
+        ),
     ],
 )
 def test_rope_scaling_under_either_key(
@@ -214,7 +222,7 @@ def test_head_dim_defaults_to_hidden_over_heads(tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias or mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "already quantized (gptq)"),
-        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window 512"),
+        ({"model_type": "qwen2_moe"}, "unknown architecture 'qwen2_moe'"),
     ],
 )
 def test_configurations_that_are_refused(tmp_path: Path, changes: dict[str, object], expected: str) -> None:
@@ -224,11 +232,33 @@ def test_configurations_that_are_refused(tmp_path: Path, changes: dict[str, obje
     assert expected in message and str(tmp_path) in message
 
 
-def test_mistral_without_a_window(tmp_path: Path) -> None:
+def test_scaling_counts_from_the_trained_context(tmp_path: Path) -> None:
+    """What a file leaves out of a scaling is that the original context is ``max_position_embeddings``."""
     path = write_tiny_llama(tmp_path)
-    edit_json(path / "config.json", model_type="mistral", sliding_window=None)
+    edit_json(path / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
     with open_checkpoint(path) as checkpoint:
-        assert checkpoint.config.model_type == "llama"
+        assert checkpoint.config.rope_scaling["original_max_position_embeddings"] == 1024
+    # Phi-3 puts the original context beside the scaling, and leaves the factor out.
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    edit_json(
+        path / "config.json",
+        rope_scaling={"type": "su", **factors},
+        original_max_position_embeddings=256,
+        partial_rotary_factor=0.75,
+    )
+    with open_checkpoint(path) as checkpoint:
+        scaling = {"factor": 4.0, "original_max_position_embeddings": 256, **factors}
+        assert checkpoint.config.rope_scaling == {"rope_type": "longrope", **scaling}
+        assert checkpoint.config.rotary_dim == 48
+
+
+def test_windows(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path)
+    for window, kept in ((None, None), (512, 512), (1024, None)):  # 1024: no sequence is longer
+        edit_json(path / "config.json", model_type="mistral", sliding_window=window)
+        with open_checkpoint(path) as checkpoint:
+            assert checkpoint.config.model_type == "mistral"
+            assert {layer.window for layer in checkpoint.config.layer_attention} == {kept}
 
 
 # ---- files that are missing or damaged ---------------------------------------------------------------
@@ -284,7 +314,7 @@ def test_damaged_bytes_give_one_line_or_other_numbers(tmp_path: Path, fmt: str) 
         file.write_bytes(damaged)
         try:
             with open_checkpoint(path) as checkpoint:
-                check_tensors(checkpoint, llama_parameters(checkpoint.config))
+                check_tensors(checkpoint, model_parameters(checkpoint.config))
                 for name in checkpoint.tensor_names():
                     checkpoint.tensor(name)
         except KvqError as error:
@@ -339,7 +369,7 @@ def test_unused_and_missing_tensors_are_named(tmp_path: Path) -> None:
     buffers = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(32, np.float32)}
     write_shards(tmp_path, {**tensors, **buffers}, 1, "safetensors")
     with open_checkpoint(tmp_path) as checkpoint:
-        check_tensors(checkpoint, llama_parameters(checkpoint.config))
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
 
 
 # ---- GGUF --------------------------------------------------------------------------------------------

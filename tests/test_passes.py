@@ -24,8 +24,9 @@ from kvq.compiler.target import cpu_target
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.passes.attach_metadata import AttachMetadata
+from kvq.passes.cache_geometry import find_creation
 from kvq.passes.fuse_pointwise import FusePointwise
-from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache, find_creation
+from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache
 from kvq.passes.lower_weights import LowerWeights, WeightPlan
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache
@@ -85,9 +86,9 @@ def mlp_module() -> tuple[tvm.IRModule, list[tuple[str, tuple[int, ...]]]]:
 
 
 def weight_plan(scheme: str, params: list[tuple[str, tuple[int, ...]]]) -> WeightPlan:
-    plan = WeightPlan(WEIGHT_SCHEMES[scheme], KERNELS)
+    plan = WeightPlan(KERNELS)
     for name, shape in params:
-        plan.add(name, shape)
+        plan.add(name, shape, WEIGHT_SCHEMES[scheme].storage(name, len(shape) > 1))
     return plan
 
 
@@ -128,7 +129,7 @@ def test_a_residual_that_is_used_twice_is_not_fused():
     )
     plan = weight_plan("q4f16_1", [(name, tuple(int(s) for s in p.shape)) for name, p in params])
     after = FusePointwise(KERNELS)(LowerWeights(plan, False)(mod))
-    assert "linear_int8_add" not in relax_text(after) and "R.add" in relax_text(after)
+    assert "linear_q8_add" not in relax_text(after) and "R.add" in relax_text(after)
 
 
 def test_attach_metadata():

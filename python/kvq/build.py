@@ -32,10 +32,8 @@ from kvq.cpu_features import detect
 from kvq.errors import ConfigError, LibraryError
 from kvq.gpu_features import cuda_archs
 from kvq.model_source import resolve_model
-from kvq.quantization.scheme import resolve
+from kvq.quantization.scheme import DEFAULT_QUANTIZATION, resolve
 
-#: What a checkpoint becomes when nothing is asked.
-DEFAULT_QUANTIZATION = "q4f16kv"
 DEFAULT_OPT = "O2"
 #: Sources that decide what weights and libraries look like.
 _SOURCES = ("compiler", "loader", "model", "passes", "quantization", "schedules", "layout.py", "convert.py")
@@ -85,7 +83,8 @@ def prepare_model(
     model : str or Path
         A compiled pair, a converted directory, a checkpoint, or ``smollm2``.
     quantization, kv_quantization : str, optional
-        As on the command line; a converted directory knows its own, a checkpoint becomes ``q4f16kv``.
+        As on the command line; a converted directory knows its own. A checkpoint whose weights are codes
+        (GGUF, AWQ, GPTQ) keeps them, with an int4 cache; any other becomes ``q4f16kv``.
     context_window_size, prefill_chunk_size, max_batch_size : int, optional
         What the library must allow; it may allow more, so that other limits need no other library.
     opt : str, optional
@@ -116,7 +115,7 @@ def prepare_model(
     builder = _Builder(cache_dir or default_cache_dir(), device, opt, limits, report or (lambda _: None))
     if (path / CHAT_CONFIG_NAME).is_file():
         return builder.from_converted(path, quantization, kv_quantization, library)
-    return builder.from_checkpoint(path, quantization or DEFAULT_QUANTIZATION, kv_quantization, library)
+    return builder.from_checkpoint(path, quantization, kv_quantization, library)
 
 
 @dataclass(frozen=True)
@@ -166,15 +165,16 @@ class _Builder:
         return BuiltModel(entry, path, entry / LIBRARY_NAME)
 
     def from_checkpoint(
-        self, path: Path, quantization: str, kv_quantization: str | None, library: Path | None
+        self, path: Path, quantization: str | None, kv_quantization: str | None, library: Path | None
     ) -> BuiltModel:
         """A checkpoint: convert, configure and compile it, each only if that has not been done before."""
         from kvq.convert import convert_weight
         from kvq.gen_config import DEFAULT_BATCH, DEFAULT_PREFILL_CHUNK, gen_config
         from kvq.loader.checkpoint import open_checkpoint
+        from kvq.loader.source import resolve_for
 
-        weights, kv = resolve(quantization, kv_quantization)
         with open_checkpoint(path) as checkpoint:
+            weights, kv = resolve_for(checkpoint, quantization, kv_quantization)
             fingerprint = checkpoint.fingerprint()
             limits = self._beyond(
                 {

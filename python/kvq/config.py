@@ -26,6 +26,8 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LayerType = Literal["full_attention", "sliding_attention"]
 #: Which RoPE a layer has: the model's, that of its sliding layers, or none.
 RopeKind = Literal["global", "local", "none"]
+#: Activations of a gated feed-forward network.
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,25 @@ class ModelConfig(BaseModel):
         Each layer has a learned logit a query head that takes part in the softmax without a value (gpt-oss).
     query_pre_attn_scalar : float or None
         Scores are scaled by its inverse square root. None: ``head_dim``.
+    rms_norm_eps : float
+        Of every norm, whatever its type.
+    norm_type : {"rms_norm", "layer_norm"}
+        ``layer_norm`` has a bias (StableLM).
+    norm_placement : {"pre", "post", "both"}
+        Norms before attention and feed-forward network (Llama), after them and before the residual (OLMo 2),
+        or both (Gemma 2).
+    qk_norm : {"head", "projection"} or None
+        RMS norm of queries and keys before RoPE: of each head (Qwen3), or of all heads together (OLMo 2).
+    embedding_scale : float
+        What embeddings are multiplied by (Gemma).
+    final_logit_softcapping : float or None
+        ``c`` of the logits ``c * tanh(logit / c)`` (Gemma 2).
+    num_experts, num_experts_per_tok, moe_intermediate_size : int or None
+        Experts of a sparse layer, how many a token uses, and the width of each. None: the model has none.
+    norm_topk_prob : bool
+        Whether the weights of a token's experts are divided by their sum.
+    moe_layers : tuple of bool or None
+        Whether each layer is sparse. None: all are, if there are experts.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,11 +114,26 @@ class ModelConfig(BaseModel):
     attn_logit_softcapping: float | None = Field(default=None, gt=0)
     attention_sinks: bool = False
     query_pre_attn_scalar: float | None = Field(default=None, gt=0)
+    norm_type: Literal["rms_norm", "layer_norm"] = "rms_norm"
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    qk_norm: Literal["head", "projection"] | None = None
+    embedding_scale: float = Field(default=1.0, gt=0)
+    final_logit_softcapping: float | None = Field(default=None, gt=0)
+    num_experts: int | None = Field(default=None, gt=0)
+    num_experts_per_tok: int | None = Field(default=None, gt=0)
+    moe_intermediate_size: int | None = Field(default=None, gt=0)
+    norm_topk_prob: bool = True
+    moe_layers: tuple[bool, ...] | None = None
 
     @property
     def sm_scale(self) -> float:
         """What scores are multiplied by."""
         return float((self.query_pre_attn_scalar or self.head_dim) ** -0.5)
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer's feed-forward network is a mixture of experts."""
+        return self.moe_layers or (self.num_experts is not None,) * self.num_hidden_layers
 
     @property
     def layer_attention(self) -> tuple[LayerAttention, ...]:
@@ -126,13 +162,28 @@ class ModelConfig(BaseModel):
                 f"rope_scaling has the unknown rope_type {self.rope_scaling.get('rope_type')!r}: "
                 f"known are {', '.join(ROPE_TYPES)}"
             )
-        for name, of_layers in (("layer_types", self.layer_types), ("rope_layers", self.rope_layers)):
+        for name in ("layer_types", "rope_layers", "moe_layers"):
+            of_layers = getattr(self, name)
             if of_layers is not None and len(of_layers) != self.num_hidden_layers:
                 raise ValueError(
                     f"{name} has {len(of_layers)} entries, but num_hidden_layers is {self.num_hidden_layers}"
                 )
         if "sliding_attention" in (self.layer_types or ()) and self.sliding_window is None:
             raise ValueError("layer_types names sliding layers, but sliding_window is missing")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(
+                f"hidden_act {self.hidden_act!r} is not supported: use {' or '.join(ACTIVATIONS)}"
+            )
+        if any(self.sparse_layers) and None in (
+            self.num_experts,
+            self.num_experts_per_tok,
+            self.moe_intermediate_size,
+        ):
+            raise ValueError("a mixture of experts needs num_experts, num_experts_per_tok and their width")
+        if (self.num_experts_per_tok or 0) > (self.num_experts or 0):
+            raise ValueError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is more than num_experts {self.num_experts}"
+            )
         return self
 
 
@@ -168,8 +219,10 @@ class ChatConfig(BaseModel):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    # kvq's own: cache scheme, ids the sampler may draw, chat format and where an answer ends.
+    # kvq's own: cache scheme, how each matrix is stored (of weights ``source``), ids the sampler may draw,
+    # chat format and where an answer ends.
     kv_quantization: str = "none"
+    weight_storage: dict[str, str] = Field(default_factory=dict)
     active_vocab_size: int = Field(gt=0)
     chat_template: str | None = None
     stop_token_ids: list[int] = Field(default_factory=list)

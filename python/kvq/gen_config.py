@@ -14,7 +14,8 @@ from kvq.errors import CheckpointError, ConfigError
 from kvq.layout import KVLayout
 from kvq.loader.chat_source import ChatSource, read_chat_source
 from kvq.loader.checkpoint import open_checkpoint
-from kvq.quantization.scheme import KVQuantization, WeightScheme, resolve
+from kvq.loader.source import resolve_for
+from kvq.quantization.scheme import KVQuantization, WeightScheme
 from kvq.quantization.weights import stored_parameters
 from kvq.tokenizer.chat_template import ChatTemplate
 from kvq.tokenizer.conv_templates import CHECKPOINT, built_in_template
@@ -39,7 +40,7 @@ END_OF_TURN = (
 
 def gen_config(
     model: str | Path,
-    quantization: str,
+    quantization: str | None,
     output: str | Path,
     *,
     kv_quantization: str | None = None,
@@ -54,8 +55,8 @@ def gen_config(
     ----------
     model : str or Path
         A Hugging Face directory or a ``.gguf`` file.
-    quantization : str
-        A weight scheme or an alias.
+    quantization : str or None
+        A weight scheme or an alias; None for what the checkpoint becomes by default.
     output : str or Path
         The directory to write to.
     kv_quantization : str, optional
@@ -79,8 +80,8 @@ def gen_config(
     KvqError
         If the checkpoint does not serve, or what is asked cannot work.
     """
-    weights, kv = resolve(quantization, kv_quantization)
     with open_checkpoint(model) as checkpoint:
+        weights, kv = resolve_for(checkpoint, quantization, kv_quantization)
         config = checkpoint.config
         _check_geometry(config, weights, kv)
         source = read_chat_source(checkpoint)
@@ -108,6 +109,7 @@ def gen_config(
             if len(source.eos_token_ids) == 1
             else source.eos_token_ids or None,
             "kv_quantization": str(kv),
+            "weight_storage": dict(weights.table),
             "active_vocab_size": _active_vocab(tokenizer, config, checkpoint.path),
             "chat_template": template,
             "stop_token_ids": stop_ids,

@@ -70,8 +70,11 @@ def _translate(match: re.Match[str]) -> str:
         return f"{values[0]} = exp2f({values[1]});"
     if opcode == "cvt.rn.f16x2.f32":
         return f"{values[0]} = simt::as_word({values[2]}, {values[1]});"
-    if opcode == "mul.rn.f16x2":
-        low, high = (f"simt::as_float({values[1]}, {i}) * simt::as_float({values[2]}, {i})" for i in range(2))
+    halves = {"mul.rn.f16x2": "{1} * {2}", "sub.rn.f16x2": "{1} - {2}", "fma.rn.f16x2": "{1} * {2} + {3}"}
+    if opcode in halves:
+        low, high = (
+            halves[opcode].format(*[f"simt::as_float({value}, {i})" for value in values]) for i in range(2)
+        )
         return f"{values[0]} = simt::as_word({low}, {high});"
     raise NotImplementedError(text)
 

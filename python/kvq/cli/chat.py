@@ -64,7 +64,7 @@ def add_parser(subparsers: Any) -> None:
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """Options that say which model to build and run."""
     add = parser.add_argument
-    add("--quantization", "-q", metavar="Q", help="weights, or an alias (default: the model's, else q4f16kv)")
+    add("--quantization", "-q", metavar="Q", help="weights, or an alias (default: its own, else q4f16kv)")
     add("--kv-quantization", metavar="K", help="cache: none, int8, int4, int3, or k=int4:v=int3")
     add("--context-window-size", type=int, metavar="N", help="most tokens of a conversation")
     add("--prefill-chunk-size", type=int, metavar="N", help="most tokens of a prefill step")

@@ -21,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--quantization",
         "-q",
-        required=True,
         metavar="Q",
-        help="weight scheme: q0f16, q0f32, q4f16_1, or an alias such as q4f16kv",
+        help="weight scheme: source, q0f16, q0f32, q4f16_1, or an alias such as q4f16kv (default: source for "
+        "GGUF, AWQ and GPTQ, else q4f16kv)",
     )
     parser.add_argument("--output", "-o", required=True, metavar="OUT", help="directory to write to")
     parser.set_defaults(func=run)
@@ -58,7 +58,5 @@ def run(args: argparse.Namespace) -> int:
                 task, completed=done, total=total, description=name
             ),
         )
-    console.print(
-        f"{args.output}: {num_bytes / 2**20:.1f} MiB of weights as {args.quantization}", highlight=False
-    )
+    console.print(f"{args.output}: {num_bytes / 2**20:.1f} MiB of weights", highlight=False)
     return 0

@@ -22,9 +22,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--quantization",
         "-q",
-        required=True,
         metavar="Q",
-        help="weight scheme or alias (q4f16kv, q3f16kv ...)",
+        help="weight scheme or alias: source, q4f16kv, q3f16kv ... (default: source for GGUF, AWQ and GPTQ, "
+        "else q4f16kv)",
     )
     parser.add_argument("--output", "-o", required=True, metavar="OUT", help="directory to write to")
     parser.add_argument(

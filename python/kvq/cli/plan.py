@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvq.config import ModelConfig
     from kvq.memory import MemoryPlan
+    from kvq.quantization.scheme import KVQuantization, WeightScheme
     from kvq.runtime.cache_shape import CacheShape
 
 NAME = "plan"
@@ -58,10 +59,8 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
     from kvq.gen_config import DEFAULT_BATCH
     from kvq.memory import fit_cache, kv_layout, parse_size, plan_memory
-    from kvq.quantization.scheme import resolve
 
-    model, quantization, kv_quantization = _find(args.model, args.quantization, args.kv_quantization)
-    weights, kv = resolve(quantization, kv_quantization)
+    model, weights, kv = _find(args.model, args.quantization, args.kv_quantization)
     context = args.context_window_size or model.max_position_embeddings
     plan = plan_memory(model, weights, kv, context, args.batch, args.prefill_chunk_size)
     fields: dict[str, Any] = plan.to_dict()
@@ -94,31 +93,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _find(name: str, quantization: str | None, kv: str | None) -> tuple[ModelConfig, str, str | None]:
+def _find(
+    name: str, quantization: str | None, kv: str | None
+) -> tuple[ModelConfig, WeightScheme, KVQuantization]:
     """Configuration of a preset, a converted directory or a checkpoint, and the schemes to plan for."""
-    from kvq.build import DEFAULT_QUANTIZATION
     from kvq.config import CHAT_CONFIG_NAME, ChatConfig
     from kvq.errors import CheckpointError
     from kvq.loader.checkpoint import open_checkpoint
+    from kvq.loader.source import resolve_for
     from kvq.model_source import resolve_model
     from kvq.presets import PRESETS
+    from kvq.quantization.scheme import DEFAULT_QUANTIZATION, resolve
 
     if name.lower() in PRESETS and not Path(name).exists():
-        return PRESETS[name.lower()], quantization or DEFAULT_QUANTIZATION, kv
+        return PRESETS[name.lower()], *resolve(quantization or DEFAULT_QUANTIZATION, kv)
     path = resolve_model(name)
     if not path.exists():
         raise CheckpointError(f"{name}: no such preset, file or directory; presets: {', '.join(PRESETS)}")
     if (path / CHAT_CONFIG_NAME).is_file():
         config = ChatConfig.load(path)
         if quantization is None:
-            return config.model, config.quantization, kv or config.kv_quantization
-        return config.model, quantization, kv
+            quantization, kv = config.quantization, kv or config.kv_quantization
+        return config.model, *resolve(quantization, kv, config.weight_storage)
     with open_checkpoint(path) as checkpoint:
-        return checkpoint.config, quantization or DEFAULT_QUANTIZATION, kv
+        return checkpoint.config, *resolve_for(checkpoint, quantization, kv)
 
 
 def _sequences_that_fit(
-    args: argparse.Namespace, model: ModelConfig, weights: Any, kv: Any, context: int, budget: int
+    args: argparse.Namespace,
+    model: ModelConfig,
+    weights: WeightScheme,
+    kv: KVQuantization,
+    context: int,
+    budget: int,
 ) -> int:
     """Most sequences of the whole context, open pages and all."""
     from kvq.memory import plan_memory

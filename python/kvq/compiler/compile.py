@@ -14,7 +14,8 @@ from kvq import __version__
 from kvq.config import ChatConfig
 from kvq.errors import CompileError, ConfigError
 from kvq.layout import KVLayout
-from kvq.model.registry import export_model
+from kvq.model.decoder import export_model
+from kvq.model.parameters import model_parameters
 from kvq.passes.lower_weights import WeightPlan
 from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve
@@ -108,7 +109,7 @@ def compile_model(
 def _build(
     config: ChatConfig, page_size: int, target: CompileTarget, opt: str, debug_dump: Path | None
 ) -> Any:
-    weights, kv = resolve(config.quantization, config.kv_quantization)
+    weights, kv = resolve(config.quantization, config.kv_quantization, config.weight_storage)
     model = config.model
     row_dtype = kv.row_dtype(weights)
     layout = KVLayout(
@@ -123,9 +124,10 @@ def _build(
     )
     mod, names = export_model(model)
     shapes = _shapes(mod, names)
-    plan = WeightPlan(weights, target.kernels)
+    plan = WeightPlan(target.kernels)
+    stored = {p.name: weights.storage(p.name, p.quantize) for p in model_parameters(model)}
     for name in names:
-        plan.add(name, shapes[name])
+        plan.add(name, shapes[name], stored[name])
     shape = target.kernels.attention_shape(layout, model.num_attention_heads)
     metadata = {
         "kvq_version": __version__,

@@ -24,7 +24,7 @@ def check_tensors(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
     """
     config = checkpoint.config
     present = set(checkpoint.tensor_names())
-    wanted = {source: shape for p in parameters for source, shape in source_shapes(p, config)}
+    wanted = {source: shape for p in parameters for source, shape in p.source_shapes()}
     missing = [name for name in wanted if name not in present]
     unused = [
         name for name in checkpoint.tensor_names() if name not in wanted and not name.endswith(_BUFFERS)
@@ -47,19 +47,6 @@ def check_tensors(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
                 f"{checkpoint.file_of(name)}: tensor {name} has shape {list(found)}, "
                 f"the configuration makes it {list(shape)} ({_shape_cause(name, config)})"
             )
-
-
-def source_shapes(parameter: Parameter, config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """The checkpoint tensors of a parameter, with the shape each must have."""
-    rest = parameter.shape[1:]
-    count = len(parameter.sources)
-    if count == 3:  # q, k, v
-        q = config.num_attention_heads * config.head_dim
-        kv = config.num_key_value_heads * config.head_dim
-        rows = [q, kv, kv]
-    else:
-        rows = [parameter.shape[0] // count] * count
-    return [(name, (n, *rest)) for name, n in zip(parameter.sources, rows, strict=True)]
 
 
 def _list(names: list[str]) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import CheckpointError
+from kvq.loader.gguf_blocks import packed_rows
+from kvq.quantization.storage import PackedRows
 
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -28,9 +30,9 @@ _MAX_RANK = 8
 @dataclass(frozen=True)
 class _Tensor:
     shape: tuple[int, ...]
-    type_id: int
+    kind: str
     offset: int
-    row_bytes: int
+    block_bytes: int
     nbytes: int
 
 
@@ -135,19 +137,19 @@ class GGUFFile:
         from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
         try:
-            block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
+            kind = GGMLQuantizationType(type_id)
+            block, block_bytes = GGML_QUANT_SIZES[kind]
         except (ValueError, KeyError):
             raise CheckpointError(f"{self.path}: tensor {name} has the unknown type {type_id}") from None
         if not dims or dims[0] % block:
             raise CheckpointError(f"{self.path}: tensor {name} has a row of no whole blocks: shape {dims}")
-        row_bytes = dims[0] // block * block_bytes
-        nbytes = row_bytes * math.prod(dims[1:])
+        nbytes = math.prod(dims) // block * block_bytes
         if offset + nbytes > len(self._map):
             raise CheckpointError(
                 f"{self.path}: the file is cut: tensor {name} ends at byte {offset + nbytes}, "
                 f"the file has {len(self._map)}: download it again"
             )
-        return _Tensor(tuple(reversed(dims)), type_id, offset, row_bytes, nbytes)
+        return _Tensor(tuple(reversed(dims)), kind.name, offset, block_bytes, nbytes)
 
     # ---- tensors -------------------------------------------------------------------------------
     def names(self) -> list[str]:
@@ -158,28 +160,41 @@ class GGUFFile:
         """Shape, outermost axis first (GGUF itself writes the innermost first)."""
         return self._tensors[name].shape
 
+    def kind(self, name: str) -> str:
+        """Type of a tensor, as GGUF names it: ``F32``, ``Q4_K`` and so on."""
+        return self._tensors[name].kind
+
     def read(self, name: str, rows: np.ndarray | slice) -> np.ndarray:
         """The given rows (axis 0) as float32, or as stored for float32 and float16."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
         tensor = self._tensors[name]
-        raw = np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
         vector = len(tensor.shape) == 1
-        raw = raw.reshape(1, -1) if vector else raw.reshape(tensor.shape[0], -1)[rows]
-        kind = GGMLQuantizationType(tensor.type_id)
-        if kind == GGMLQuantizationType.F32:
+        raw = self._raw(tensor).reshape(1, -1) if vector else self._rows(tensor, rows)
+        if tensor.kind == "F32":
             out = raw.view(np.float32)
-        elif kind == GGMLQuantizationType.F16:
+        elif tensor.kind == "F16":
             out = raw.view(np.float16)
         else:
             try:
-                out = dequantize(raw, kind)
+                out = dequantize(raw, GGMLQuantizationType[tensor.kind])
             except NotImplementedError:
                 raise CheckpointError(
-                    f"{self.path}: tensor {name} is {kind.name}, which cannot be dequantized"
+                    f"{self.path}: tensor {name} is {tensor.kind}, which cannot be dequantized"
                 ) from None
         return out.reshape(-1)[rows] if vector else out.reshape(-1, *tensor.shape[1:])
+
+    def packed(self, name: str, rows: np.ndarray | slice) -> PackedRows:
+        """The given rows of a quantized matrix, codes apart from scales."""
+        tensor = self._tensors[name]
+        return packed_rows(self._rows(tensor, rows), tensor.kind, tensor.block_bytes)
+
+    def _raw(self, tensor: _Tensor) -> np.ndarray:
+        return np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
+
+    def _rows(self, tensor: _Tensor, rows: np.ndarray | slice) -> np.ndarray:
+        return self._raw(tensor).reshape(tensor.shape[0], -1)[rows]
 
     def close(self) -> None:
         """Close the file; arrays read from it stay valid."""

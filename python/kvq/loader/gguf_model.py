@@ -10,7 +10,9 @@ import numpy as np
 
 from kvq.config import ModelConfig, parse_config
 from kvq.errors import CheckpointError, ConfigError
+from kvq.loader.gguf_blocks import STORAGE_OF
 from kvq.loader.gguf_file import GGUFFile
+from kvq.quantization.storage import PackedRows
 
 #: Architectures (``general.architecture``) that can be read.
 ARCHITECTURES = ("llama",)
@@ -75,19 +77,30 @@ class GGUFModel:
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows ``start .. stop - 1`` of a tensor in Hugging Face's order of rows."""
+        return self.file.read(self._names[name], self._rows(name, start, stop))
+
+    def storage(self, name: str) -> str:
+        """The storage that keeps a matrix; float16 for types that have none of their own."""
+        return STORAGE_OF.get(self.file.kind(self._names[name]), "float16")
+
+    def packed(self, name: str, start: int, stop: int) -> PackedRows:
+        """Rows of a matrix whose storage has codes."""
+        return self.file.packed(self._names[name], self._rows(name, start, stop))
+
+    def _rows(self, name: str, start: int, stop: int) -> np.ndarray | slice:
+        """Where the file has these rows."""
         heads = 0
         if ".q_proj." in name:
             heads = self.config.num_attention_heads
         elif ".k_proj." in name:
             heads = self.config.num_key_value_heads
-        rows: np.ndarray | slice = slice(start, stop)
         if heads and self.shape(name)[0] % (2 * heads) == 0:
             # llama.cpp rotates adjacent rows (i, i + 1), Hugging Face rows (i, i + D/2): undo its order.
             # A head count that does not fit is left to the check of shapes.
             dim = self.shape(name)[0] // heads
             order = np.arange(heads * dim).reshape(heads, dim // 2, 2).swapaxes(1, 2).reshape(-1)
-            rows = order[start:stop]
-        return self.file.read(self._names[name], rows)
+            return order[start:stop]
+        return slice(start, stop)
 
     def close(self) -> None:
         """Close the file."""

@@ -7,13 +7,18 @@ from typing import Any
 
 from kvq.config import ROPE_TYPES, ModelConfig, parse_config
 from kvq.errors import ConfigError
+from kvq.model.families import FAMILIES, Family, HFConfig
 
-#: ``model_type`` of config.json -> the family whose weights and code it shares.
-FAMILIES = {"llama": "llama", "mistral": "llama"}
+#: Keys that every family must have, under the same name in :class:`ModelConfig`.
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+#: Kinds of RoPE scaling that count from the context a model was trained for at first.
+_FROM_ORIGINAL = ("dynamic", "yarn", "longrope")
 
 
 def model_config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
     """Read the architecture out of ``config.json``.
+
+    What all families have in common is read here, the rest in the family's own file.
 
     Parameters
     ----------
@@ -28,56 +33,38 @@ def model_config_from_hf(data: dict[str, Any], path: Path) -> ModelConfig:
         If the architecture is unknown, a key is missing, or a value is contradictory or not supported.
     """
     family = _family(data, path)
-    heads = _need(data, "num_attention_heads", path)
-    hidden = _need(data, "hidden_size", path)
-    head_dim = data.get("head_dim")
+    config = HFConfig({**family.defaults, **data}, path)
+    heads, hidden = config.need("num_attention_heads"), config.need("hidden_size")
+    head_dim = config.get("head_dim")
     if head_dim is None:
         if hidden % heads:
-            raise ConfigError(
-                f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            config.refuse(
+                f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
                 "and there is no head_dim"
             )
         head_dim = hidden // heads
-    theta, scaling = _rope(data, path)
-    rotary = data.get("partial_rotary_factor")
-    if data.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"{path}: hidden_act {data['hidden_act']!r} is not supported: use silu")
-    bias = bool(data.get("attention_bias", False))
+    act = config.get("hidden_act", "silu")
     fields = {
-        "model_type": family,
+        "model_type": family.model_type,
         "head_dim": head_dim,
-        "num_key_value_heads": data.get("num_key_value_heads") or heads,
-        "rope_theta": theta,
-        "rope_scaling": scaling,
-        "rotary_dim": int(head_dim * rotary) if rotary not in (None, 1, 1.0) else None,
-        "tie_word_embeddings": bool(data.get("tie_word_embeddings", False)),
-        "attention_bias": bias,
-        "attention_output_bias": bias,
-        "mlp_bias": bool(data.get("mlp_bias", False)),
-        "max_position_embeddings": data.get("max_position_embeddings", 2048),
+        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        "hidden_act": "silu" if act == "swish" else act,
+        **{key: config.need(key) for key in _REQUIRED},
+        **_rope(config, head_dim),
+        **family.fields(config),
     }
-    for key in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "rms_norm_eps",
-    ):
-        fields[key] = _need(data, key, path)
-    config: ModelConfig = parse_config(ModelConfig, fields, path)
-    return config
+    if "rms_norm_eps" not in fields:
+        fields["rms_norm_eps"] = config.need("rms_norm_eps")
+    _drop_idle_window(fields)
+    model: ModelConfig = parse_config(ModelConfig, fields, path)
+    return model
 
 
-def _need(data: dict[str, Any], key: str, path: Path) -> Any:
-    if data.get(key) is None:
-        raise ConfigError(f"{path}: {key} is missing")
-    return data[key]
-
-
-def _family(data: dict[str, Any], path: Path) -> str:
+def _family(data: dict[str, Any], path: Path) -> Family:
     model_type = data.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         named = model_type or ", ".join(data.get("architectures") or []) or "none named"
         raise ConfigError(f"{path}: unknown architecture {named!r}: known are {', '.join(FAMILIES)}")
     if data.get("quantization_config"):
@@ -86,18 +73,40 @@ def _family(data: dict[str, Any], path: Path) -> str:
             f"{path}: the checkpoint is already quantized ({method}): "
             "use the original in float16, bfloat16 or float32, or a GGUF file"
         )
-    if data.get("sliding_window") is not None and data.get("use_sliding_window", True):
-        window, limit = data["sliding_window"], data.get("max_position_embeddings", 0)
-        if window < limit:
-            raise ConfigError(f"{path}: sliding_window {window} is not supported for {model_type}")
     return FAMILIES[model_type]
 
 
-def _rope(data: dict[str, Any], path: Path) -> tuple[float, dict[str, Any] | None]:
-    """RoPE base and scaling, from ``rope_scaling`` + ``rope_theta`` or the newer ``rope_parameters``."""
-    merged = {**(data.get("rope_scaling") or {}), **(data.get("rope_parameters") or {})}
-    theta = float(merged.pop("rope_theta", None) or data.get("rope_theta") or 10000.0)
-    return theta, normalize_rope_scaling(merged, path)
+def _drop_idle_window(fields: dict[str, Any]) -> None:
+    """Forget a window that no sequence is longer than."""
+    window, scaling = fields.get("sliding_window"), fields["rope_scaling"] or {}
+    longest = fields["max_position_embeddings"]
+    original = scaling.get("original_max_position_embeddings") or longest
+    longest = max(longest, int(original * float(scaling.get("factor") or 1)))
+    if isinstance(window, int) and window >= longest and fields.get("rope_local_theta") is None:
+        del fields["sliding_window"], fields["layer_types"]
+
+
+def _rope(config: HFConfig, head_dim: int) -> dict[str, Any]:
+    """Base, scaling and rotated part, from ``rope_scaling`` or the newer ``rope_parameters``."""
+    newer = config.get("rope_parameters", {})
+    if isinstance(newer.get("full_attention"), dict):  # a RoPE for each type of layer
+        newer = newer["full_attention"]
+    merged = {**config.get("rope_scaling", {}), **newer}
+    theta = merged.pop("rope_theta", None) or config.get("rope_theta", 10000.0)
+    part = merged.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor", 1.0)
+    trained = config.get("max_position_embeddings", 2048)
+    scaling = normalize_rope_scaling(merged, config.path)
+    if scaling is not None and scaling["rope_type"] in _FROM_ORIGINAL:
+        original = config.get("original_max_position_embeddings")
+        if original is not None:
+            scaling["original_max_position_embeddings"] = original
+        original = scaling.setdefault("original_max_position_embeddings", trained)
+        scaling.setdefault("factor", trained / original)
+    return {
+        "rope_theta": float(theta),
+        "rope_scaling": scaling,
+        "rotary_dim": int(head_dim * part) if part != 1 else None,
+    }
 
 
 def normalize_rope_scaling(scaling: dict[str, Any], path: Path) -> dict[str, Any] | None:

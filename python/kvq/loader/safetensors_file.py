@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -86,6 +86,14 @@ class SafetensorsFile:
         if (self._start + begin) % dtype.itemsize:
             data = data.copy()
         return data.view(dtype).reshape(entry["shape"])[start:stop]
+
+    def storage(self, name: str) -> str:
+        """The storage that keeps a matrix: its dtype, float16 for bfloat16."""
+        return "float32" if self._table[name]["dtype"] in ("F32", "F64") else "float16"
+
+    def packed(self, name: str, start: int, stop: int) -> NoReturn:
+        """No tensor here has codes."""
+        raise AssertionError(f"{name} is stored in floats")
 
     def close(self) -> None:
         """Drop the mapping; arrays read from it stay valid."""

@@ -12,7 +12,7 @@ import zipfile
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -150,6 +150,14 @@ class TorchFile:
         if begin % storage.dtype.itemsize:
             data = data.copy()
         return data.view(storage.dtype)
+
+    def storage(self, name: str) -> str:
+        """The storage that keeps a matrix: its dtype, float16 for bfloat16."""
+        return "float32" if self._tensors[name].storage.dtype in (np.float32, np.float64) else "float16"
+
+    def packed(self, name: str, start: int, stop: int) -> NoReturn:
+        """No tensor here has codes."""
+        raise AssertionError(f"{name} is stored in floats")
 
     def close(self) -> None:
         """Drop the mapping; arrays read from it stay valid."""

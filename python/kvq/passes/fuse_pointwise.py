@@ -3,7 +3,7 @@
 - ``rms_norm`` of float32 rows, and ``multiply(silu(a), b)`` where a and b are the halves of one ``split``,
   become our kernels;
 - ``quantize_rows`` of such a kernel's result becomes part of it;
-- the addition of a residual to a ``linear_int8`` becomes part of the product;
+- the addition of a residual to a ``linear_q8_*`` becomes part of the product;
 - a reshape of a reshape becomes one.
 
 Everything else is left to Relax's own fusion.
@@ -18,7 +18,6 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from kvq.quantization.weights import GROUP
 from kvq.schedules.backend import Kernels
 
 _NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
@@ -121,14 +120,16 @@ class _Rewriter(PyExprMutator):
         return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
 
     def residual(self, call: relax.Call) -> relax.Expr:
-        """``add(x, linear_int8(...))`` to ``linear_int8_add(..., x)``."""
+        """``add(x, linear_q8(...))`` to ``linear_q8_add(..., x)``."""
         inner, x, int8 = self._value(call.args[1]), call.args[0], self.backend.int8
-        if int8 is None or not _is_kernel(inner, "linear_int8_") or not _is_rows(x.ty):
+        if int8 is None or not _is_kernel(inner, "linear_q8_") or not _is_rows(x.ty):
             return call
-        quantized, codes, scales = inner.args[1].fields
-        n, k = int(call.ty.shape[1]), int(scales.ty.shape[1]) * GROUP
-        kernel = self.kernel(f"linear_int8_add_{n}x{k}", lambda: int8.linear(n, k, residual=True))
-        return relax.call_tir(kernel, [quantized, codes, scales, x], out_ty=call.ty)
+        # the name that LowerWeights gave it says what it multiplies by
+        what = inner.args[0].name_hint.removeprefix("linear_q8_")
+        storage, _, shape = what.rpartition("_")
+        n, k = map(int, shape.split("x"))
+        kernel = self.kernel(f"linear_q8_add_{what}", lambda: int8.linear(n, k, storage, residual=True))
+        return relax.call_tir(kernel, [*inner.args[1].fields, x], out_ty=call.ty)
 
     def _value(self, expr: relax.Expr) -> Any:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None

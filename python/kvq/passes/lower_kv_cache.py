@@ -10,26 +10,27 @@ calls ``vm.builtin.attention_kv_cache_attention_with_fused_qkv`` once a layer. T
   The tensors are threaded through all of them and returned, so no pass may move a read or write across;
 - answers ``get_query_positions`` with the positions of the step.
 
-The layer is an argument of the kernels, so all layers share them.
+The layer is an argument of the kernels, so layers of the same kind (window, RoPE) share them.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm.ir import GenericConst, GlobalVar, IRModule, Op, StringImm
+from tvm.ir import GlobalVar, IRModule
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from kvq.config import RopeKind
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
-from kvq.model.kv_cache import ATTENTION, CREATE_GENERIC
-from kvq.model.rope import rope_parameters
+from kvq.model.kv_cache import ATTENTION
 from kvq.quantization.scheme import KVQuantization
+from kvq.schedules.attention_variant import PLAIN
 from kvq.schedules.backend import Kernels
+
+from .cache_geometry import CacheGeometry, callee_of, calls_of, find_creation
 
 POSITIONS = "vm.builtin.attention_kv_cache_get_query_positions"
 
@@ -57,67 +58,6 @@ SINGLE_ROWS = "decode"
 CACHE_STATE = ("kv_pool", "kv_open", "kv_workspace")
 
 
-@dataclass(frozen=True)
-class CacheGeometry:
-    """What the creation call says of a model's attention."""
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rotary_dim: int
-    rope_theta: float
-    rope_scale: float
-    rope_scaling: dict[str, Any]
-    dtype: str
-
-    @classmethod
-    def from_call(cls, call: relax.Call) -> CacheGeometry:
-        """Read the arguments of the generic creation call.
-
-        Raises
-        ------
-        CompileError
-            For a cache that kvq does not have: latent attention, sliding windows, two head dims.
-        """
-        args = list(call.args)[1:]
-        kinds = [a.value for a in ([args[0]] if isinstance(args[0], StringImm) else args[0].fields)]
-        if any(kind != "mha" for kind in kinds):
-            raise CompileError(f"attention kind {kinds[0]!r} cannot be compiled: only 'mha' is supported")
-        layers, heads, kv_heads, qk_dim, v_dim = (int(args[i]) for i in range(3, 8))
-        if qk_dim != v_dim:
-            raise CompileError(f"head_dim of keys ({qk_dim}) and values ({v_dim}) must be equal")
-        if heads % kv_heads:
-            raise CompileError(f"{heads} query heads are no multiple of {kv_heads} KV heads")
-        factors = args[14]
-        if isinstance(factors, GenericConst) and (factors.value.numpy() != 1).any():
-            raise CompileError("RoPE extension factors (longrope) cannot be compiled")
-        if len(args) > 18:
-            raise CompileError(f"attention with {args[18].value} cannot be compiled yet")
-        rope_mode = int(args[10])
-        return cls(
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=qk_dim,
-            rotary_dim=int(args[15]) if rope_mode else 0,
-            rope_theta=float(args[12].value),
-            rope_scale=float(args[11].value),
-            rope_scaling=json.loads(args[13].value),
-            dtype=str(args[17].value),
-        )
-
-
-def find_creation(mod: IRModule) -> tuple[GlobalVar, CacheGeometry] | None:
-    """The function that creates the cache, with its geometry; None if the module has no cache."""
-    for gv, func in mod.functions_items():
-        if not isinstance(func, relax.Function):
-            continue
-        for call in _calls(func, CREATE_GENERIC):
-            return gv, CacheGeometry.from_call(call)
-    return None
-
-
 def kv_layout(
     geometry: CacheGeometry, kv: KVQuantization, page_size: int, row_dtype: str, order: str
 ) -> KVLayout:
@@ -132,24 +72,6 @@ def kv_layout(
         row_dtype,
         order,
     )
-
-
-def _calls(func: relax.Function, name: str) -> list[relax.Call]:
-    found: list[relax.Call] = []
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Call) and _callee(expr) == name:
-            found.append(expr)
-
-    relax.analysis.post_order_visit(func, visit)
-    return found
-
-
-def _callee(call: relax.Call) -> str | None:
-    """Name of the packed function that ``call_dps_packed`` or ``call_pure_packed`` calls."""
-    if isinstance(call.op, Op) and call.args and isinstance(call.args[0], relax.ExternFunc):
-        return str(call.args[0].global_symbol)
-    return None
 
 
 @mutator
@@ -168,13 +90,10 @@ class _Rewriter(PyExprMutator):
         self.shape = kernels.attention_shape(layout, geometry.num_heads)
         self.single_rows = False
         self.kernels: dict[str, GlobalVar] = {}
-        frequency, self.attention_factor = rope_parameters(
-            geometry.rope_theta, geometry.rotary_dim or 2, geometry.rope_scaling, geometry.rope_scale
-        )
-        self.frequency = relax.const(frequency)
         self.cache: relax.Var | None = None
         self.state: dict[str, relax.Var] = {}
-        self.rope: relax.Var | None = None
+        #: the tables of the function being rewritten, by kind
+        self.ropes: dict[RopeKind, relax.Var] = {}
 
     def transform(self) -> IRModule:
         for gv, func in self.mod.functions_items():
@@ -233,10 +152,10 @@ class _Rewriter(PyExprMutator):
         caches = [p for p in func.params if isinstance(p.ty, relax.AnyType)]
         if not caches:
             return func
-        attention = _calls(func, ATTENTION)
+        attention = calls_of(func, ATTENTION)
         if len(caches) > 1 or not attention:
             raise CompileError(f"function {name!r} must take one KV cache and attend to it")
-        self.cache, self.rope = caches[0], None
+        self.cache, self.ropes = caches[0], {}
         rows = attention[0].args[1].fields[3].ty.shape[0]
         self.single_rows = name == SINGLE_ROWS and self.shape.decode is not None
         fields = self.shape.decode.task_fields if self.single_rows and self.shape.decode else TASK_FIELDS
@@ -258,12 +177,11 @@ class _Rewriter(PyExprMutator):
         return super().visit_var_(var)
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        callee = _callee(call)
+        callee = callee_of(call)
         if callee == ATTENTION:
             _, layer, sm_scale, qkv, *sinks = call.args[1].fields
-            if sinks:
-                raise CompileError("attention sinks cannot be compiled yet")
-            return self.attention(layer, float(sm_scale.value), self.visit_expr(qkv), call.ty)
+            inputs = [self.visit_expr(x) for x in (qkv, *sinks)]
+            return self.attention(layer, float(sm_scale.value), inputs[0], inputs[1:], call.ty)
         if callee == POSITIONS:
             return self.state["positions"]
         if callee is not None and callee.startswith("vm.builtin.attention_kv_cache"):
@@ -288,27 +206,40 @@ class _Rewriter(PyExprMutator):
             self.state[name] = bb.emit(relax.TupleGetItem(result, i))
         return bb.emit(relax.TupleGetItem(result, len(names))) if out is not None else None
 
+    def rope(self, kind: RopeKind) -> relax.Var:
+        """The table of a RoPE for the step's positions, computed once a function."""
+        if kind not in self.ropes:
+            rotary_dim, frequency, factor = self.geometry.rope(kind)
+            width = rotary_dim or 2
+            name = "rope_table" if kind == "global" else f"rope_table_{kind}"
+            table = self.kernel(name, lambda: self.backend.rope_table(width // 2, factor))
+            positions = self.state["positions"]
+            out = relax.TensorType((positions.ty.shape[0], width), "float32")
+            call = relax.call_tir(table, [positions, relax.const(frequency)], out_ty=out)
+            self.ropes[kind] = self.builder_.emit(call)
+        return self.ropes[kind]
+
     def attention(
-        self, layer: tirx.PrimExpr, sm_scale: float, qkv: relax.Expr, out: relax.TensorType
+        self,
+        layer: tirx.PrimExpr,
+        sm_scale: float,
+        qkv: relax.Expr,
+        sinks: list[relax.Expr],
+        out: relax.TensorType,
     ) -> relax.Expr:
         geometry, layout, backend, s = self.geometry, self.layout, self.backend, self.state
-        bb, heads, dtype = self.builder_, geometry.num_heads, str(out.dtype)
-        rows = out.shape[0]
-        if self.rope is None:
-            table = self.kernel(
-                "rope_table",
-                lambda: backend.rope_table((geometry.rotary_dim or 2) // 2, self.attention_factor),
-            )
-            kind = relax.TensorType((rows, geometry.rotary_dim or 2), "float32")
-            self.rope = bb.emit(relax.call_tir(table, [s["positions"], self.frequency], out_ty=kind))
+        heads, dtype, rows = geometry.num_heads, str(out.dtype), out.shape[0]
+        kind = geometry.layers[int(layer)].rope
+        rotary_dim = geometry.rotary_dim if kind != "none" else 0
+        name = f"kv_append_{sm_scale:g}".replace(".", "_").replace("-", "m")
         append = self.kernel(
-            f"kv_append_{sm_scale:g}".replace(".", "_").replace("-", "m"),
-            lambda: backend.kv_append(layout, heads, geometry.rotary_dim, sm_scale, dtype),
+            name if kind != "none" else f"{name}_without_rope",
+            lambda: backend.kv_append(layout, heads, rotary_dim, sm_scale, dtype),
         )
         q_type = relax.TensorType((rows, heads, geometry.head_dim), "float32")
         q = self.update(
             append,
-            [qkv, self.rope, s["append_slots"], layer],
+            [qkv, self.rope(kind), s["append_slots"], layer],
             ["kv_open", "kv_workspace", "kv_faults"],
             q_type,
         )
@@ -318,12 +249,16 @@ class _Rewriter(PyExprMutator):
             [q, s["kv_open"], s["kv_workspace"], s["plan_counts"], s["seal_tasks"], layer],
             ["kv_pool"],
         )
-        if self.single_rows:
+        variant = geometry.variant(int(layer), bool(sinks))
+        if self.single_rows and variant == PLAIN:
             attend = self.kernel(
                 "paged_attention_decode", lambda: backend.paged_attention_decode(layout, heads, dtype)
             )
         else:
-            attend = self.kernel("paged_attention", lambda: backend.paged_attention(layout, heads, dtype))
+            attend = self.kernel(
+                f"paged_attention{variant.suffix}",
+                lambda: backend.paged_attention(layout, heads, dtype, variant),
+            )
         # kv_open is only read here: it passes through so that the carry below cannot come earlier
         result = self.update(
             attend,
@@ -336,6 +271,7 @@ class _Rewriter(PyExprMutator):
                 s["plan_counts"],
                 s["attention_tasks"],
                 s["merge_tasks"],
+                *sinks,
                 layer,
             ],
             ["kv_open", "attention_scratch"],

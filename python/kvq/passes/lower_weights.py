@@ -4,7 +4,7 @@ The module takes all its weights as one tuple. This pass replaces that tuple by 
 scheme, prepared for the kernels, and
 
 - ``matmul(x, permute_dims(w))`` becomes a product with the stored weight: with activations quantized to int8
-  per group of 32, or exact;
+  per group of 32 where the weight is codes, or exact;
 - ``take(w, ids)`` reads rows of the stored weight;
 - a vector (norm, bias) stays float32.
 
@@ -23,8 +23,8 @@ from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
-from kvq.quantization.scheme import WeightScheme
-from kvq.quantization.weights import GROUP, stored_names
+from kvq.quantization.storage import STORAGES
+from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
 
 _MATMUL, _TRANSPOSE, _TAKE = (Op.get(f"relax.{name}") for name in ("matmul", "permute_dims", "take"))
@@ -67,7 +67,6 @@ class WeightPlan:
 
     Attributes
     ----------
-    scheme : WeightScheme
     kernels : Kernels
         The backend, which says how it wants stored tensors.
     tensors : list of PreparedTensor
@@ -78,46 +77,44 @@ class WeightPlan:
         Of each ``prepare_*`` function: its PrimFunc, the type it takes and the type it makes.
     """
 
-    scheme: WeightScheme
     kernels: Kernels
     tensors: list[PreparedTensor] = field(default_factory=list)
     index: list[tuple[int, ...]] = field(default_factory=list)
     prepare: dict[str, tuple[Any, relax.TensorType, relax.TensorType]] = field(default_factory=dict)
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
+    _storages: list[str] = field(default_factory=list)
 
-    def add(self, name: str, shape: tuple[int, ...]) -> None:
-        """Append a weight of the model."""
+    def add(self, name: str, shape: tuple[int, ...], storage: str) -> None:
+        """Append a weight of the model, stored as a key of :data:`~kvq.quantization.storage.STORAGES`."""
         self._shapes.append(shape)
-        dtype, kernels = self.scheme.dtype, self.kernels
-        if len(shape) == 1:
-            self._add_tensors([self._tensor(name, shape, dtype, kernels.prepare_vector(shape[0], dtype))])
-            return
-        n, k = shape
-        if self.scheme.bits is None:
-            self._add_tensors([self._tensor(name, shape, dtype, kernels.prepare_matrix(n, k, dtype))])
-            return
-        codes, scales = stored_names(name, True)
-        scale_shape = (n, k // GROUP)
-        self._add_tensors(
-            [
-                self._tensor(codes, (n, k // 8), "uint32", kernels.prepare_codes(n, k)),
-                self._tensor(scales, scale_shape, "float16", kernels.prepare_matrix(*scale_shape, "float16")),
-            ]
-        )
+        self._storages.append(storage)
+        stored = stored_tensors(name, shape, storage)
+        self._add_tensors([self._tensor(tensor, self._preparation(tensor, shape)) for tensor in stored])
 
     def shape(self, weight: int) -> tuple[int, ...]:
         """Shape of the model's weight number ``weight``."""
         return self._shapes[weight]
+
+    def storage(self, weight: int) -> str:
+        """How it is stored."""
+        return self._storages[weight]
+
+    def _preparation(self, tensor: StoredTensor, shape: tuple[int, ...]) -> Preparation | None:
+        if len(shape) == 1:
+            return self.kernels.prepare_vector(shape[0], tensor.dtype)
+        n, columns = tensor.shape
+        if tensor.dtype == "uint32" and columns * 8 == shape[1]:
+            return self.kernels.prepare_codes(*shape)
+        return self.kernels.prepare_matrix(n, columns, tensor.dtype)
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:
         start = len(self.tensors)
         self.tensors += tensors
         self.index.append(tuple(range(start, start + len(tensors))))
 
-    def _tensor(
-        self, name: str, shape: tuple[int, ...], dtype: str, how: Preparation | None
-    ) -> PreparedTensor:
-        """The parameter that the stored tensor ``name`` becomes."""
+    def _tensor(self, stored: StoredTensor, how: Preparation | None) -> PreparedTensor:
+        """The parameter that a stored tensor becomes."""
+        name, shape, dtype = stored.name, stored.shape, stored.dtype
         if how is None:
             return PreparedTensor(name, shape, dtype, None, name)
         if how.name not in self.prepare:
@@ -205,30 +202,25 @@ class _Rewriter(PyExprMutator):
         emit = self.builder_.emit
         return [emit(relax.TupleGetItem(self.new_packed, place)) for place in self.plan.index[weight]]
 
-    @property
-    def kind(self) -> str:
-        return "int4" if self.plan.scheme.bits else self.plan.scheme.dtype
-
     def linear(self, x: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
-        n, k = int(out.shape[-1]), int(x.ty.shape[-1])
+        n, k, storage = int(out.shape[-1]), int(x.ty.shape[-1]), self.plan.storage(weight)
         rows, emit, int8 = x.ty.shape[0], self.builder_.emit, self.backend.int8
         if len(out.shape) != 2:
             raise CompileError("a matrix product must have two dimensions")
-        if self.exact or self.plan.scheme.bits is None or int8 is None:
-            name = f"linear_{self.kind}_{n}x{k}"
-            kernel = self.kernel(name, lambda: self.backend.linear(n, k, self.kind))
+        if self.exact or STORAGES[storage].bits is None or int8 is None:
+            name = f"linear_{storage}_{n}x{k}"
+            kernel = self.kernel(name, lambda: self.backend.linear(n, k, storage))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
         row_type = relax.TensorType((rows, int8.quantized_width(k)), "int32")
         quantize = self.kernel(f"quantize_rows_{k}", lambda: int8.quantize_rows(k))
         quantized = emit(relax.call_tir(quantize, [x], out_ty=row_type))
-        kernel = self.kernel(f"linear_int8_{n}x{k}", lambda: int8.linear(n, k))
+        kernel = self.kernel(f"linear_q8_{storage}_{n}x{k}", lambda: int8.linear(n, k, storage))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
-        n, k = self.plan.shape(weight)
-        kernel = self.kernel(
-            f"embedding_{self.kind}_{n}x{k}", lambda: self.backend.embedding(n, k, self.kind)
-        )
+        (n, k), storage = self.plan.shape(weight), self.plan.storage(weight)
+        name = f"embedding_{storage}_{n}x{k}"
+        kernel = self.kernel(name, lambda: self.backend.embedding(n, k, storage))
         return relax.call_tir(kernel, [ids, *self.stored(weight)], out_ty=out)
 
 

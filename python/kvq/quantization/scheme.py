@@ -8,7 +8,8 @@ whatever the weights: what the quality of the others is measured against.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from kvq.errors import ConfigError
 
@@ -20,35 +21,58 @@ EXACT = "float32"
 
 @dataclass(frozen=True)
 class WeightScheme:
-    """How the weight matrices of a model are stored.
+    """How the weights of a model are stored.
 
     Attributes
     ----------
     name : str
-        The name used on the command line and in file metadata, as MLC-LLM spells it.
-    dtype : str
-        Dtype of what is not quantized (norms, biases, and every weight when ``bits`` is None).
-    bits, group_size : int or None
-        Code width and the number of consecutive input channels that share one scale.
+        The name used on the command line and in file metadata; MLC-LLM's where it has one.
+    matrices : str or None
+        Storage (:mod:`kvq.quantization.storage`) of every weight matrix; None where each has its own.
+    vectors : str
+        Dtype of norms and biases.
+    row_dtype : str
+        Dtype in which unquantized K and V rows are kept under this scheme.
+    table : dict
+        Storage of each matrix by its name in the library, where each has its own.
     """
 
     name: str
-    dtype: str
-    bits: int | None = None
-    group_size: int | None = None
+    matrices: str | None
+    vectors: str
+    row_dtype: str
+    table: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def row_dtype(self) -> str:
-        """Dtype in which unquantized K and V rows are kept under this scheme."""
-        return self.dtype
+    def storage(self, name: str, is_matrix: bool) -> str:
+        """Storage of a parameter.
 
+        Raises
+        ------
+        ConfigError
+            If each matrix has its own, and this one is not in the table.
+        """
+        if not is_matrix:
+            return self.vectors
+        if self.matrices is not None:
+            return self.matrices
+        if name not in self.table:
+            raise ConfigError(
+                f"--quantization {self.name} needs the checkpoint, which says how {name} is stored: "
+                "run kvq gen_config on it"
+            )
+        return self.table[name]
+
+
+#: Stores every matrix as the checkpoint has it: the codes of a GGUF, AWQ or GPTQ file are taken over.
+SOURCE = "source"
 
 WEIGHT_SCHEMES = {
     scheme.name: scheme
     for scheme in (
-        WeightScheme("q0f32", "float32"),
-        WeightScheme("q0f16", "float16"),
-        WeightScheme("q4f16_1", "float16", bits=4, group_size=32),
+        WeightScheme("q0f32", "float32", "float32", "float32"),
+        WeightScheme("q0f16", "float16", "float16", "float16"),
+        WeightScheme("q4f16_1", "int4", "float16", "float16"),
+        WeightScheme(SOURCE, None, "float32", "float16"),
     )
 }
 
@@ -106,7 +130,13 @@ ALIASES = {
 }
 
 
-def resolve(quantization: str, kv_quantization: str | None = None) -> tuple[WeightScheme, KVQuantization]:
+#: What a checkpoint of floats becomes when nothing is asked.
+DEFAULT_QUANTIZATION = "q4f16kv"
+
+
+def resolve(
+    quantization: str, kv_quantization: str | None = None, table: Mapping[str, str] | None = None
+) -> tuple[WeightScheme, KVQuantization]:
     """Turn the two command-line names into a weight scheme and a cache scheme.
 
     Parameters
@@ -115,6 +145,8 @@ def resolve(quantization: str, kv_quantization: str | None = None) -> tuple[Weig
         A key of :data:`WEIGHT_SCHEMES` or :data:`ALIASES`.
     kv_quantization : str, optional
         Overrides the cache scheme of the alias; a plain weight scheme defaults to ``none``.
+    table : mapping, optional
+        Of ``source``: the storage of each matrix, as the model's configuration has it.
 
     Raises
     ------
@@ -127,4 +159,5 @@ def resolve(quantization: str, kv_quantization: str | None = None) -> tuple[Weig
         raise ConfigError(f"unknown --quantization {quantization!r}: use one of {known}")
     if kv_quantization is not None:
         kv = KVQuantization.parse(kv_quantization)
-    return WEIGHT_SCHEMES[weights], kv
+    scheme = WEIGHT_SCHEMES[weights]
+    return (replace(scheme, table=table) if scheme.matrices is None and table else scheme), kv

@@ -17,12 +17,12 @@ import numpy as np
 
 from kvq.config import ModelConfig
 from kvq.errors import ConfigError
-from kvq.model.parameters import llama_parameters
+from kvq.model.parameters import model_parameters
 from kvq.quantization.scheme import WeightScheme
+from kvq.quantization.storage import GROUP, STORAGES, PackedRows, pack_codes, unpack_codes
 
-GROUP = 32
 #: Code of a zero weight; codes run from 0 to 15.
-ZERO_CODE = 7
+ZERO_CODE = STORAGES["int4"].center
 #: Distance of the last code from the zero code: the largest value of a group stands there.
 _TOP = 15 - ZERO_CODE
 #: Smallest positive fp16: the floor that keeps a scale non-zero.
@@ -38,40 +38,50 @@ class StoredTensor:
     dtype: str
 
 
-def stored_names(parameter: str, quantized: bool) -> tuple[str, ...]:
-    """Names under which a parameter is stored: itself, or its codes and scales."""
-    if not quantized:
-        return (parameter,)
-    stem = parameter.removesuffix(".weight")
-    return (f"{stem}.q_weight", f"{stem}.q_scale")
+def stored_tensors(name: str, shape: tuple[int, ...], storage: str) -> list[StoredTensor]:
+    """The tensors that a parameter is stored as: itself, or its codes, scales and offsets.
+
+    Raises
+    ------
+    ConfigError
+        If the rows of a quantized matrix are no whole number of groups.
+    """
+    kind = STORAGES[storage]
+    if kind.bits is None:
+        return [StoredTensor(name, shape, storage)]
+    (n, k), stem = shape, name.removesuffix(".weight")
+    _check_groups(name, k)
+    out = [
+        StoredTensor(f"{stem}.q_weight", (n, k * kind.bits // 32), "uint32"),
+        StoredTensor(f"{stem}.q_scale", (n, k // kind.group), "float16"),
+    ]
+    if kind.offset is not None:
+        out.append(StoredTensor(f"{stem}.q_{kind.offset}", (n, k // kind.group), "float16"))
+    return out
 
 
 def stored_parameters(config: ModelConfig, scheme: WeightScheme) -> list[StoredTensor]:
-    """The tensors of a weights directory, in the order of :func:`~kvq.model.parameters.llama_parameters`.
+    """The tensors of a weights directory, in the order of :func:`~kvq.model.parameters.model_parameters`.
 
     Raises
     ------
     ConfigError
         If a matrix has a row that is no whole number of groups.
     """
-    out = []
-    for parameter in llama_parameters(config):
-        quantized = scheme.bits is not None and parameter.quantize
-        names = stored_names(parameter.name, quantized)
-        if not quantized:
-            out.append(StoredTensor(names[0], parameter.shape, scheme.dtype))
-            continue
-        n, k = parameter.shape
-        _check_groups(parameter.name, k)
-        out.append(StoredTensor(names[0], (n, k // 8), "uint32"))
-        out.append(StoredTensor(names[1], (n, k // GROUP), "float16"))
-    return out
+    return [
+        tensor
+        for parameter in model_parameters(config)
+        for tensor in stored_tensors(
+            parameter.name, parameter.shape, scheme.storage(parameter.name, parameter.quantize)
+        )
+    ]
 
 
 def _check_groups(name: str, k: int) -> None:
     if k % GROUP:
         raise ConfigError(
-            f"{name}: {k} input channels are no multiple of {GROUP}, which q4f16_1 needs: use q0f16 or q0f32"
+            f"{name}: {k} input channels are no multiple of {GROUP}, which weights in codes need: "
+            "use q0f16 or q0f32"
         )
 
 
@@ -115,9 +125,7 @@ def quantize_q4f16_1(weight: np.ndarray, name: str = "weight") -> tuple[np.ndarr
     scale = _to_fp16(np.where(usable, fitted, scale))
     codes = _nearest_codes(groups, scale)
     codes += ZERO_CODE
-    pairs = codes.astype(np.uint8).reshape(n, -1, 2)
-    packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return np.ascontiguousarray(packed).view("<u4"), scale.astype(np.float16)
+    return pack_codes(codes.astype(np.uint8).reshape(n, k), 4), scale.astype(np.float16)
 
 
 def _to_fp16(scale: np.ndarray) -> np.ndarray:
@@ -145,7 +153,4 @@ def dequantize_q4f16_1(q_weight: np.ndarray, q_scale: np.ndarray) -> np.ndarray:
     numpy.ndarray
         ``float32[N, K]``.
     """
-    n = q_weight.shape[0]
-    shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    codes = ((q_weight[..., None] >> shifts) & 15).astype(np.float32).reshape(n, -1, GROUP)
-    return ((codes - ZERO_CODE) * q_scale.astype(np.float32)[..., None]).reshape(n, -1)
+    return PackedRows("int4", unpack_codes(q_weight, 4), q_scale).dequantized()

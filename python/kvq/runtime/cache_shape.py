@@ -16,6 +16,18 @@ def scratch_bytes(layout: KVLayout, num_query_heads: int, scratch_slots: int) ->
     return scratch_slots * num_query_heads * (layout.head_dim + 8) * 4
 
 
+def most_pages(page_size: int, window: int | None, tokens: int, rows: int) -> int:
+    """Most sealed pages that a sequence lists while it grows to ``tokens``, by at most ``rows`` a step.
+
+    Without a window, all that it fills. Otherwise it has, before a step, the pages that ``window`` tokens can
+    lie in, and in the step those that it fills.
+    """
+    filled = tokens // page_size
+    if window is None:
+        return filled
+    return min(filled, -(-(window - 1) // page_size) + rows // page_size + 1)
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """Numbers of pages.

@@ -7,24 +7,29 @@ what                    owned by                  released when
 ======================  ========================  ===================================================
 pool page, free         ``PagePool``'s free list  a step takes it
 pool page, reserved     the open step             ``commit_step`` hands it on, ``abort_step`` frees it
-pool page, sealed       every sequence whose      its last holder drops it (``remove_sequence`` or
-                        table lists it (shared),  ``popn``, the prefix cache's ``evict``); until then
-                        and the prefix cache      it is never rewritten
+pool page, sealed       every sequence whose      its last holder drops it (``remove_sequence``,
+                        table lists it (shared),  ``popn`` or ``release_unseen``, the prefix cache's
+                        and the prefix cache      ``evict``); until then it is never rewritten
 open page               exactly one sequence,     ``remove_sequence``; a page that becomes full is
                         from add/fork to remove   sealed into the pool, and the open page starts anew
 ======================  ========================  ===================================================
 
 Invariants, which ``check_integrity`` recomputes: the count of a pool page is the number of tables
 that list it (plus one while reserved, and one if the prefix cache holds it); a page is free exactly
-when its count is zero; a sequence of ``n`` tokens lists ``n // P`` sealed pages, and its other
-``n % P`` tokens stand in its open page.
+when its count is zero; a sequence of ``n`` tokens lists ``n // P`` sealed pages, but for the first ones
+that it released, and its other ``n % P`` tokens stand in its open page.
 
 A sealed page is immutable. So a sequence cut inside one loses that page whole: it then ends at the
 page's start, and the caller runs the missing tokens (at most P - 1) again. Nothing is quantized twice.
+
+Where every layer of a model slides, no later row sees the tokens before the widest window, and
+``release_unseen`` drops the pages that lie wholly there. A sequence that is then cut to where it would see
+them again has to start anew: the caller runs all of its tokens.
 """
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
@@ -32,6 +37,7 @@ from dataclasses import dataclass, field
 
 from kvq.errors import CacheError
 from kvq.layout import KVLayout
+from kvq.runtime.cache_shape import most_pages
 from kvq.runtime.page_pool import OpenPages, PagePool
 
 SequenceId = Hashable
@@ -39,11 +45,12 @@ SequenceId = Hashable
 
 @dataclass(eq=False)
 class Sequence:
-    """One token sequence: its sealed pages in order, its open page, its length in tokens."""
+    """One token sequence: its open page, its sealed pages from ``first_page`` on, its length in tokens."""
 
     open_page: int
     pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0
+    first_page: int = 0
 
 
 @dataclass(eq=False)
@@ -67,6 +74,8 @@ class PagedKVCache:
         Sealed pages in the pool, open pages (sequences at once), row pages of a step's workspace.
     copy_open : callable, optional
         ``copy_open(src, dst)`` copies the rows of an open page; only a fork calls it.
+    window : int, optional
+        Tokens that a row sees in any layer, its own among them; None: all before it.
     """
 
     def __init__(
@@ -76,10 +85,12 @@ class PagedKVCache:
         num_open: int,
         num_workspace: int,
         copy_open: Callable[[int, int], None] | None = None,
+        window: int | None = None,
     ) -> None:
         self.layout = layout
         self.page_size = layout.page_size
         self.num_workspace = num_workspace
+        self.window = window
         self.pool = PagePool(num_pages)
         self.open_pages = OpenPages(num_open)
         self._copy_open = copy_open
@@ -122,6 +133,23 @@ class PagedKVCache:
         """Tokens of a sequence."""
         return self.sequence(sequence_id).length
 
+    def first_page_seen(self, position: int) -> int:
+        """The first page that a row at ``position`` sees in any layer."""
+        return 0 if self.window is None else max(0, position - self.window + 1) // self.page_size
+
+    def most_pages(self, tokens: int, rows: int) -> int:
+        """Most sealed pages that a sequence lists while it grows to ``tokens``, by at most ``rows`` a step.
+
+        What it leaves behind is released after every step.
+        """
+        return most_pages(self.page_size, self.window, tokens, rows)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Sealed tokens of the longest sequence that the pool can take; None: of any length."""
+        endless = self.window is not None and self.most_pages(sys.maxsize, 1) <= self.pool.num_pages
+        return None if endless else self.capacity
+
     def pages_needed(self, sequence_id: SequenceId, count: int) -> int:
         """Sealed pages that ``count`` more tokens of a sequence take from the pool."""
         length = self.sequence(sequence_id).length
@@ -147,7 +175,8 @@ class PagedKVCache:
         Parameters
         ----------
         pages : iterable of int
-            Pages in use that hold the sequence's first tokens, of the prefix cache for example.
+            Pages in use that hold the sequence's first tokens, of the prefix cache for example. Those that no
+            later row sees are not taken.
 
         Raises
         ------
@@ -161,13 +190,15 @@ class PagedKVCache:
         unused = [page for page in table if not self.pool.references(page)]
         if unused:
             raise CacheError(f"page {unused[0]} is free and cannot be shared")
-        sequence = Sequence(self.open_pages.allocate(), table, len(table) * self.page_size)
-        for page in table:
+        length = len(table) * self.page_size
+        first = self.first_page_seen(length)
+        sequence = Sequence(self.open_pages.allocate(), table[first:], length, first)
+        for page in sequence.pages:
             self.pool.share(page)
         self._sequences[sequence_id] = sequence
 
     def replace_pages(self, sequence_id: SequenceId, pages: Iterable[int]) -> None:
-        """List other pages of the same content for a sequence's first sealed pages; its own are dropped."""
+        """List other pages of the same content for the first that a sequence lists; its own are dropped."""
         self._check_idle()
         table = self.sequence(sequence_id).pages
         for index, page in enumerate(pages):
@@ -175,6 +206,19 @@ class PagedKVCache:
                 self.pool.share(page)
                 self.pool.release(table[index])
                 table[index] = page
+
+    def release_unseen(self, sequence_id: SequenceId) -> int:
+        """Drop a sequence's pages that no later row of it sees; returns how many. Without a window, none."""
+        self._check_idle()
+        sequence = self.sequence(sequence_id)
+        count = self.first_page_seen(sequence.length) - sequence.first_page
+        if count <= 0:
+            return 0
+        for page in sequence.pages[:count]:
+            self.pool.release(page)
+        del sequence.pages[:count]
+        sequence.first_page += count
+        return count
 
     def remove_sequence(self, sequence_id: SequenceId) -> None:
         """Drop a sequence and its hold on its pages; its forks keep theirs."""
@@ -192,7 +236,8 @@ class PagedKVCache:
         Returns
         -------
         int
-            Tokens before ``position`` that the caller must run again (0 .. P - 1).
+            Tokens before ``position`` that the caller must run again: 0 .. P - 1, or all of them where rows
+            from there on would see released pages.
 
         Raises
         ------
@@ -209,11 +254,11 @@ class PagedKVCache:
         if not 0 <= position <= source.length:
             raise CacheError(f"cannot fork at {position}: sequence {parent!r} has {source.length} tokens")
         target = Sequence(self.open_pages.allocate())
-        sealed = min(position // self.page_size, len(source.pages))
-        target.pages = source.pages[:sealed]
+        target.length = self._reachable(source, position)
+        target.first_page = source.first_page if target.length else 0
+        target.pages = source.pages[: target.length // self.page_size - target.first_page]
         for page in target.pages:
             self.pool.share(page)
-        target.length = self._reachable(source, position)
         if target.length % self.page_size and self._copy_open is not None:
             self._copy_open(source.open_page, target.open_page)
         self._sequences[child] = target
@@ -225,8 +270,8 @@ class PagedKVCache:
         Returns
         -------
         int
-            Tokens before the new end that the caller must run again (0 .. P - 1), because a sealed
-            page cannot be cut.
+            Tokens before the new end that the caller must run again: 0 .. P - 1, because a sealed page
+            cannot be cut, or all of them where rows from there on would see released pages.
 
         Raises
         ------
@@ -244,15 +289,18 @@ class PagedKVCache:
 
     def _reachable(self, sequence: Sequence, position: int) -> int:
         """The longest length <= position at which the sequence can be cut."""
-        in_open_page = position >= len(sequence.pages) * self.page_size
-        return position if in_open_page else position // self.page_size * self.page_size
+        in_open_page = position >= (sequence.first_page + len(sequence.pages)) * self.page_size
+        length = position if in_open_page else position // self.page_size * self.page_size
+        return length if self.first_page_seen(length) >= sequence.first_page else 0
 
     def _truncate(self, sequence: Sequence, length: int) -> None:
-        keep = length // self.page_size
+        keep = max(0, length // self.page_size - sequence.first_page)
         for page in reversed(sequence.pages[keep:]):
             self.pool.release(page)
         del sequence.pages[keep:]
         sequence.length = length
+        if not length:
+            sequence.first_page = 0
 
     # ---- steps ---------------------------------------------------------------------------------
     def begin_step(self, requests: list[tuple[SequenceId, int]]) -> list[Append]:
@@ -335,12 +383,14 @@ class PagedKVCache:
         """
         held: Counter[int] = Counter()
         for sequence_id, sequence in self._sequences.items():
-            expected = sequence.length // self.page_size
+            expected = sequence.length // self.page_size - sequence.first_page
             if len(sequence.pages) != expected:
                 raise CacheError(
                     f"sequence {sequence_id!r} of {sequence.length} tokens lists {len(sequence.pages)} "
                     f"sealed pages, not {expected}"
                 )
+            if sequence.first_page > self.first_page_seen(sequence.length):
+                raise CacheError(f"sequence {sequence_id!r} lacks pages that its next row sees")
             held.update(sequence.pages)
         for append in self._step or ():
             held.update(append.new_pages)

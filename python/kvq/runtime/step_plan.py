@@ -36,8 +36,9 @@ def aligned_zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return raw[start : start + size].view(dtype).reshape(shape)
 
 
-#: First row, end row, start in the page table, row page, page: rows of one sequence in one page.
-_Span = tuple[int, int, int, int, int]
+#: First row, end row, where page 0 is in the page table, row page, page, first page that a row sees: rows of
+#: one sequence in one page. Pages that a sequence has released are not in the table, only counted.
+_Span = tuple[int, int, int, int, int, int]
 _Task = tuple[int, int, int, int, int, int, int]
 
 
@@ -153,7 +154,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     for append in appends:
         sequence, start, new = append.sequence, append.start, append.new_pages
         row_page = sequence.open_page
-        table_start, end = len(table), start + append.count
+        table_start, end = len(table) - sequence.first_page, start + append.count
         table.extend(sequence.pages)
         if new:
             table.extend(new)
@@ -165,7 +166,7 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
             slot, count = row_page * size + start % size, stop - start
             positions.extend(range(start, stop))
             slots.extend(range(slot, slot + count))
-            spans.append((row, row + count, table_start, row_page, page))
+            spans.append((row, row + count, table_start, row_page, page, cache.first_page_seen(start)))
             if stop % size == 0:
                 seals.append((row_page, new[page - first_page], row + count - 1))
             elif row_page >= num_open:
@@ -215,15 +216,17 @@ def _attention(
     used = 0
     tasks: list[_Task] = []
     merges: list[tuple[int, int, int]] = []
-    for first, end, table, row_page, page in spans:
-        splits = page // split_pages + 1
-        if may_split and 1 < splits <= slots - used and end == first + 1:
-            tasks.extend((first, end, table, row_page, s, s + 1, used + s) for s in range(splits))
-            merges.append((first, used, splits))
-            used += splits
+    for first, end, table, row_page, page, seen in spans:
+        low, high = seen // split_pages, page // split_pages + 1
+        count = high - low
+        if may_split and 1 < count <= slots - used and end == first + 1:
+            slot = used - low
+            tasks.extend((first, end, table, row_page, s, s + 1, slot + s) for s in range(low, high))
+            merges.append((first, used, count))
+            used += count
             continue
         for row in range(first, end, tile):
-            tasks.append((row, min(row + tile, end), table, row_page, 0, splits, -1))
+            tasks.append((row, min(row + tile, end), table, row_page, low, high, -1))
     return tasks, merges
 
 

@@ -14,6 +14,8 @@ from tvm import tirx
 
 from kvq.layout import KVLayout
 
+from .attention_variant import PLAIN, AttentionVariant
+
 
 @dataclass(frozen=True)
 class DecodeShape:
@@ -78,7 +80,7 @@ class Preparation:
 
 
 class Int8Kernels(Protocol):
-    """Products of int4 weights with activations quantized to int8."""
+    """Products of weights that are codes with activations quantized to int8."""
 
     def quantized_width(self, k: int) -> int:
         """int32 words of a quantized row of ``k`` activations."""
@@ -88,7 +90,7 @@ class Int8Kernels(Protocol):
         """Quantize activations."""
         ...
 
-    def linear(self, n: int, k: int, residual: bool = False) -> tirx.PrimFunc:
+    def linear(self, n: int, k: int, storage: str, residual: bool = False) -> tirx.PrimFunc:
         """Multiply quantized activations by a weight, and add the residual if there is one."""
         ...
 
@@ -131,7 +133,7 @@ class Kernels(Protocol):
         ...
 
     def prepare_matrix(self, n: int, columns: int, dtype: str) -> Preparation | None:
-        """A stored matrix ``[n, columns]``: an unquantized weight, or the scales of one."""
+        """A stored matrix ``[n, columns]``: an unquantized weight, int8 codes in words, scales or offsets."""
         ...
 
     def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
@@ -148,23 +150,25 @@ class Kernels(Protocol):
         """Full row pages to sealed pages."""
         ...
 
-    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        """Attention over sealed pages and the row page."""
+    def paged_attention(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        """Attention over sealed pages and the row page; CompileError where there is none of the variant."""
         ...
 
     def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        """The same for one row a sequence, if ``attention_shape`` names a kernel of its own for it."""
+        """The plain one for one row a sequence, if ``attention_shape`` names a kernel of its own for it."""
         ...
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         """Tail pages from the workspace to the open pages."""
         ...
 
-    def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
-        """Multiply float32 rows by a weight, ``kind`` int4 or its dtype."""
+    def linear(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
+        """Multiply float32 rows by a weight, stored as :mod:`kvq.quantization.storage` says."""
         ...
 
-    def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
+    def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
         """Rows of a weight, as float32."""
         ...
 

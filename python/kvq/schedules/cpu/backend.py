@@ -8,9 +8,21 @@ from tvm import tirx
 
 from kvq.layout import KVLayout
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
 
-from . import activations, kv_append, kv_carry, kv_seal, linear, paged_attention, pointwise, weight_blocks
+from . import (
+    activations,
+    embedding,
+    kv_append,
+    kv_carry,
+    kv_seal,
+    linear,
+    linear_q8,
+    paged_attention,
+    pointwise,
+    weight_blocks,
+)
 from .vector import CpuIsa
 
 
@@ -26,8 +38,8 @@ class CpuInt8Kernels:
     def quantize_rows(self, k: int) -> tirx.PrimFunc:
         return activations.quantize_rows(k, self.isa)
 
-    def linear(self, n: int, k: int, residual: bool = False) -> tirx.PrimFunc:
-        return linear.linear_int8(n, k, self.isa, residual=residual)
+    def linear(self, n: int, k: int, storage: str, residual: bool = False) -> tirx.PrimFunc:
+        return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa, quantize=True)
@@ -81,8 +93,10 @@ class CpuKernels:
     def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         return kv_seal.kv_seal(layout, num_heads, self.isa)
 
-    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        return paged_attention.paged_attention(layout, num_heads, dtype, self.isa)
+    def paged_attention(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        return paged_attention.paged_attention(layout, num_heads, dtype, self.isa, variant)
 
     def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
         return self.paged_attention(layout, num_heads, dtype)
@@ -90,11 +104,11 @@ class CpuKernels:
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_carry.kv_carry(layout, self.isa)
 
-    def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
-        return linear.linear_float(n, k, kind, self.isa)
+    def linear(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
+        return linear.linear(n, k, storage, self.isa)
 
-    def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
-        return weight_blocks.embedding(n, k, kind, self.isa)
+    def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
+        return embedding.embedding(n, k, storage)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)

@@ -6,24 +6,36 @@ known, the same buffer takes the block's value codes, ``[tokens, D]``, channels 
 the codes: a row's query is multiplied by the keys' scales and its scores start at the query times the
 minimums; its weights are multiplied by the values' scales, and the zero point of the codes is one number a
 head. Rows that are not quantized have scale 1 and minimum 0.
+
+A row sees the tokens ``first .. end - 1`` of a page (:data:`Span`). Where it sees none, because its window
+begins later and the page is there for other rows, nothing changes, to the bit: it may as well be skipped.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import AttentionVariant
 
 from .page_blocks import PageBlocks
 from .row_ops import vector_lanes
-from .vector import MASKED, CpuIsa, constant, exp, fma, prefetch, put, reduce_lanes, run, splat
+from .vector import MASKED, CpuIsa, constant, exp, fma, prefetch, put, reduce_lanes, run, splat, tanh
+
+#: First token of a page that a row sees, None for the page's first; and the one after the last.
+Span = tuple[Any, Any]
 
 
 class PageAttention:
     """Emits the statements, with the static geometry at hand."""
 
-    def __init__(self, layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -> None:
+    def __init__(
+        self, layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa, variant: AttentionVariant
+    ) -> None:
         self.layout, self.num_heads, self.dtype, self.isa = layout, num_heads, dtype, isa
+        self.variant = variant
         self.group = num_heads // layout.num_kv_heads
         self.dim, self.page = layout.head_dim, layout.page_size
         self.lanes = isa.lanes
@@ -75,21 +87,28 @@ class PageAttention:
                     at = block * tokens + (part * width + j) * lanes
                     put(scores, acc[r, j, run(0, lanes)], local + r, run(at, lanes))
 
-    def softmax(self, index, valid, zero, scale, scores, red, state) -> None:
+    def softmax(self, index, seen: Span, zero, scale, scores, red, state) -> None:
         """Turn the scores of a page into weights of its values, and bring the split state to their maximum.
 
         ``scale[P]`` are the values' scales, ``zero`` the code that stands for 0.
         """
         peak, sums, acc_out = state
+        first, end = seen
         lanes, vectors = self.lanes, self.page // self.lanes
 
         def in_page(j):
-            return T.ramp(T.int32(j * lanes), 1, lanes) < splat(valid, lanes)
+            token = T.ramp(T.int32(j * lanes), 1, lanes)
+            before_end = token < splat(end, lanes)
+            return before_end if first is None else T.bitwise_and(before_end, token >= splat(first, lanes))
 
         most = None
         for j in range(vectors):
-            score = scores[index, run(j * lanes, lanes)]
-            score = T.bind(T.Select(in_page(j), score, constant(MASKED, lanes)))
+            at = run(j * lanes, lanes)
+            if self.variant.softcap is not None:
+                cap = self.variant.softcap
+                ratio = scores[index, at] * constant(1 / cap, lanes)
+                put(scores, tanh(ratio, lanes) * constant(cap, lanes), index, at)
+            score = T.bind(T.Select(in_page(j), scores[index, at], constant(MASKED, lanes)))
             most = score if most is None else T.bind(T.max(most, score))
         before = T.bind(peak[index])
         now = T.bind(T.max(before, reduce_lanes(T.max, most, red, lanes)))
@@ -113,18 +132,22 @@ class PageAttention:
             at = run(j * lanes, lanes)
             put(acc_out, fma(acc_out[index, at], fade, shift, lanes), index, at)
 
-    def accumulate(self, local, heads: int, buf, block: int, valid, scores, acc_out) -> None:
+    def accumulate(self, local, heads: int, buf, block: int, seen: Span, scores, acc_out) -> None:
         """Add a block's values, weighted, to the split state of ``heads`` heads of one row."""
         lanes, vectors = self.d_lanes, self.dim // self.d_lanes
         width = self.width_for(vectors)
-        first = block * self.tokens
-        count = T.bind(T.min(valid - first, self.tokens)) if self.tokens < self.page else valid
+        first, (begin, end) = block * self.tokens, seen
+        count = T.bind(T.min(end - first, self.tokens)) if self.tokens < self.page else end
+        if begin is not None:
+            begin = T.bind(T.max(begin - first, 0))
+            count = T.bind(T.max(count - begin, 0))
         with T.serial(vectors // width) as part:
             acc = T.sblock_alloc_buffer((heads, width, lanes), "float32")
             for r in range(heads):
                 for j in range(width):
                     put(acc, acc_out[local + r, run((part * width + j) * lanes, lanes)], r, j, run(0, lanes))
-            with T.serial(count) as t:
+            with T.serial(count) as step:
+                t = step if begin is None else step + begin
                 weight = [T.bind(splat(scores[local + r, t + first], lanes)) for r in range(heads)]
                 for j in range(width):
                     value = T.bind(buf[run(t * self.dim + (part * width + j) * lanes, lanes)])
@@ -167,9 +190,9 @@ class PageAttention:
         """Add one page to the split state of every row of the task.
 
         ``load(part, block)`` fills the buffer with keys (part 0) or values; the scales are there; ``zero`` is
-        the value code that stands for 0. ``rows`` is (number, first row, the tokens that row ``i`` sees).
+        the value code that stands for 0. ``rows`` is (number, first row, the :data:`Span` of row ``i``).
         """
-        num_rows, first_row, valid = rows
+        num_rows, first_row, span = rows
         buf, k_scale, k_minimum, v_scale, query, scores, red = buffers
         group = self.group
         for block in range(self.page // self.tokens):
@@ -182,13 +205,13 @@ class PageAttention:
                     )
                 )
         with T.serial(num_rows) as i:
-            seen = T.bind(valid(i))
+            seen = span(i)
             with T.serial(group) as r:
                 self.softmax(T.bind(i * group + r), seen, zero, v_scale, scores, red, state)
         for block in range(self.page // self.tokens):
             load(1, block)
             with T.serial(num_rows) as i:
-                seen = T.bind(valid(i))
+                seen = span(i)
                 self.for_heads(
                     lambda first, count, i=i, block=block, seen=seen: self.accumulate(
                         i * group + first, count, buf, block, seen, scores, state[2]

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 from .page_attention import PageAttention
 from .row_ops import hadamard_inplace
@@ -65,8 +68,22 @@ class _Kernel(PageAttention):
         with T.serial(self.dim // self.d_lanes) as j:
             put(acc_out, constant(0, self.d_lanes), index, run(j * self.d_lanes, self.d_lanes))
 
-    def finish(self, total, index, out, row, head, x, t) -> None:
+    def add_sink(self, total, index, sink) -> None:
+        """Bring ``total[index]`` to the maximum of itself and the sink, and add the sink's weight."""
+        total_m, total_l, total_o = total
+        lanes = self.d_lanes
+        now = T.bind(T.max(total_m[index], sink))
+        fade = T.bind(exp(splat(total_m[index] - now, lanes), lanes))
+        gain = T.bind(exp(splat(sink - now, lanes), lanes))
+        put(total_l, fma(total_l[index, run(0, lanes)], fade, gain, lanes), index, run(0, lanes))
+        with T.serial(self.dim // lanes) as j:
+            at = run(j * lanes, lanes)
+            put(total_o, total_o[index, at] * fade, index, at)
+
+    def finish(self, total, index, sinks, out, row, head, x, t) -> None:
         """Divide by the sum, undo the rotation of V and write ``out[row, head]``."""
+        if sinks is not None:
+            self.add_sink(total, index, T.bind(sinks[head]))
         _, total_l, total_o = total
         lanes = self.d_lanes
         with T.serial(self.dim // lanes) as j:
@@ -78,9 +95,13 @@ class _Kernel(PageAttention):
             at = run(j * lanes, lanes)
             put(out, T.cast(x[at], f"{self.dtype}x{lanes}"), row, head, at)
 
+    def first_token(self, position):
+        """The first token that a row at ``position`` sees; there is a window."""
+        return T.max(position - T.int32(self.variant.window - 1), T.int32(0))
+
     def task(self, item, args) -> None:
         """One attention task of one KV head."""
-        q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, scratch, out = args
+        q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, scratch, sinks, out = args
         layout, group, lanes = self.layout, self.group, self.lanes
         states = TILE_ROWS * group
         at = T.bind(T.truncdiv(item, T.int32(layout.num_kv_heads)))
@@ -108,13 +129,22 @@ class _Kernel(PageAttention):
         buffers = (buf, k_scale, k_minimum, v_scale, query, scores, red)
         with T.serial(num_rows * group) as i:
             self.clear(total, i, self.d_lanes)
+        windowed = self.variant.window is not None
+        if windowed:
+            seen_page = T.bind(
+                T.shift_right(self.first_token(positions[first_row]), T.int32(self.page.bit_length() - 1))
+            )
         with T.serial(tasks[at, 5] - tasks[at, 4]) as s:
             number = T.bind(tasks[at, 4] + s)
             with T.serial(num_rows * group) as i:
                 self.clear(split, i, lanes)
-            pages = T.bind(T.min(own_page + 1 - number * SPLIT_PAGES, SPLIT_PAGES))
+            start = number * SPLIT_PAGES
+            pages = T.bind(T.min(own_page + 1 - start, SPLIT_PAGES))
+            if windowed:
+                skipped = T.bind(T.max(seen_page - start, T.int32(0)))
+                start, pages = start + skipped, T.bind(T.max(pages - skipped, T.int32(0)))
             with T.serial(pages) as p:
-                j = T.bind(number * SPLIT_PAGES + p)
+                j = T.bind(start + p)
                 is_own = T.bind(j == own_page)
 
                 def pool_page(index):
@@ -140,7 +170,11 @@ class _Kernel(PageAttention):
 
                 def seen(i):
                     own_tokens = T.bitwise_and(positions[first_row + i], T.int32(self.page - 1)) + 1
-                    return T.Select(is_own, own_tokens, T.int32(self.page))
+                    end = T.bind(T.Select(is_own, own_tokens, T.int32(self.page)))
+                    if not windowed:
+                        return None, end
+                    first = self.first_token(positions[first_row + i]) - j * T.int32(self.page)
+                    return T.bind(T.max(first, T.int32(0))), end
 
                 half = T.float32(2 ** (layout.v_bits - 1) if layout.v_bits else 0)
                 zero = T.bind(T.Select(is_own, T.float32(0), half))
@@ -160,10 +194,11 @@ class _Kernel(PageAttention):
                             part = run(e * self.d_lanes, self.d_lanes)
                             put(scratch, acc_out[i, part], *where, part)
         with T.If(tasks[at, 6] < 0), T.Then(), T.serial(num_rows) as i, T.serial(group) as r:
-            self.finish(total, i * group + r, out, first_row + i, head * group + r, x, t)
+            self.finish(total, i * group + r, sinks, out, first_row + i, head * group + r, x, t)
 
-    def merge_task(self, item, scratch, merges, out) -> None:
+    def merge_task(self, item, args) -> None:
         """Merge the scratch slots of one row and query head, in order of splits."""
+        scratch, merges, sinks, out = args
         at = T.bind(T.truncdiv(item, T.int32(self.num_heads)))
         head = T.bind(T.truncmod(item, T.int32(self.num_heads)))
         x = T.sblock_alloc_buffer((self.dim,), "float32")
@@ -176,74 +211,60 @@ class _Kernel(PageAttention):
             slot = T.bind(T.cast(merges[at, 1] + s, "int64"))
             peak, added = (T.bind(scratch[slot, head, self.dim + i]) for i in range(2))
             self.merge(total, 0, peak, added, scratch, (slot, head))
-        self.finish(total, 0, out, merges[at, 0], head, x, t)
+        self.finish(total, 0, sinks, out, merges[at, 0], head, x, t)
+
+    def build(self) -> tirx.PrimFunc:
+        """The kernel. Which arguments it has depends on the variant, so it is not a script."""
+        layout, dim, heads = self.layout, self.dim, self.num_heads
+
+        def size(name: str):
+            return IRBuilder.name(name, T.int64())
+
+        def buffer(name: str, shape, dtype: str):
+            return builder.arg(name, T.Buffer(shape, dtype))
+
+        with IRBuilder() as script, builder.prim_func(is_private=True, s_tir=True):
+            T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
+            n, num_open = size("n"), size("num_open")
+            row_dtype, slot = layout.row_dtype, dim + SCRATCH_EXTRA
+            q = buffer("q", (n, heads, dim), "float32")
+            pool = buffer("pool", layout.pool_shape(size("num_pages")), "uint32")
+            workspace = buffer("kv_workspace", layout.workspace_shape(size("num_workspace")), row_dtype)
+            positions = buffer("positions", (n,), "int32")
+            table = buffer("table", (size("table_size"),), "int32")
+            counts = buffer("counts", (4,), "int32")
+            tasks = buffer("tasks", (size("num_tasks"), 7), "int32")
+            merges = buffer("merges", (size("num_merges"), 3), "int32")
+            sinks = buffer("sinks", (heads,), "float32") if self.variant.sinks else None
+            layer = builder.arg("layer", T.int64())
+            kv_open = buffer("kv_open", layout.open_shape(num_open), row_dtype)
+            scratch = buffer("scratch", (size("num_slots"), heads, slot), "float32")
+            out = buffer("out", (n, heads, dim), self.dtype)
+            rows = (q, pool, kv_open, workspace, num_open, positions, table, tasks)
+            num_tasks, num_merges = counts[2] * layout.num_kv_heads, counts[3] * heads
+            with T.parallel(num_tasks) as item:
+                block("attention", num_tasks, item, self.task, (*rows, layer, scratch, sinks, out))
+            with T.If(counts[3] > 0), T.Then(), T.serial(num_merges) as item:
+                block("merge", num_merges, item, self.merge_task, (scratch, merges, sinks, out))
+        return script.get()
 
 
-def paged_attention(layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
+def block(name: str, count, item, body, args) -> None:
+    """Emit ``body(item, args)`` as the block of a loop over ``count`` items."""
+    with T.sblock(name):
+        index = IRBuilder.name("vi", T.axis.spatial(count, IRBuilder.name("item", item)))
+        T.reads()
+        T.writes()
+        body(index, args)
+
+
+def paged_attention(
+    layout: KVLayout, num_heads: int, dtype: str, isa: CpuIsa, variant: AttentionVariant = PLAIN
+) -> tirx.PrimFunc:
     """Build the kernel.
 
     Arguments of the kernel: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_workspace, positions,
-    page_table, plan_counts, attention_tasks, merge_tasks, layer, kv_open, attention_scratch (written in
-    place) and out ``dtype[n, Hq, D]``.
+    page_table, plan_counts, attention_tasks, merge_tasks, sinks ``float32[Hq]`` (if the variant has them),
+    layer, kv_open, attention_scratch (written in place) and out ``dtype[n, Hq, D]``.
     """
-    kernel = _Kernel(layout, num_heads, dtype, isa)
-    dim, layers, kv_heads, unit = (
-        layout.head_dim,
-        layout.num_layers,
-        layout.num_kv_heads,
-        layout.values_per_unit,
-    )
-    row_dtype, unit_words = layout.row_dtype, layout.unit_words
-
-    @T.prim_func(s_tir=True, private=True)
-    def paged_attention(
-        q_h: T.handle,
-        pool_h: T.handle,
-        workspace_h: T.handle,
-        positions_h: T.handle,
-        table_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        merges_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-        scratch_h: T.handle,
-        out_h: T.handle,
-    ):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        n = T.int64()
-        num_pages = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        table_size = T.int64()
-        num_tasks = T.int64()
-        num_merges = T.int64()
-        num_slots = T.int64()
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, unit_words), "uint32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), row_dtype)
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
-        positions = T.match_buffer(positions_h, (n,), "int32")
-        table = T.match_buffer(table_h, (table_size,), "int32")
-        tasks = T.match_buffer(tasks_h, (num_tasks, 7), "int32")
-        merges = T.match_buffer(merges_h, (num_merges, 3), "int32")
-        scratch = T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
-        out = T.match_buffer(out_h, (n, num_heads, dim), dtype)
-        for item in T.parallel(counts[2] * kv_heads):
-            with T.sblock("attention"):
-                vi = T.axis.spatial(counts[2] * kv_heads, item)
-                T.reads()
-                T.writes()
-                kernel.task(
-                    vi,
-                    (q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, scratch, out),
-                )
-        if counts[3] > 0:
-            for item in T.serial(counts[3] * num_heads):
-                with T.sblock("merge"):
-                    vi = T.axis.spatial(counts[3] * num_heads, item)
-                    T.reads()
-                    T.writes()
-                    kernel.merge_task(vi, scratch, merges, out)
-
-    return paged_attention
+    return _Kernel(layout, num_heads, dtype, isa, variant).build()

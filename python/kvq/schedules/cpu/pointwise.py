@@ -11,7 +11,7 @@ from .vector import CpuIsa, constant, exp, fma, for_rows, put, reduce_lanes, run
 
 
 def rms_norm(dim: int, eps: float, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
-    """Build ``out = x / sqrt(mean(x**2) + eps) * weight``, quantized for ``linear_int8`` if asked.
+    """Build ``out = x / sqrt(mean(x**2) + eps) * weight``, quantized for ``linear_q8`` if asked.
 
     Arguments of the kernel: x ``float32[n, dim]``, weight ``float32[dim]``, out ``float32[n, dim]`` or
     ``int32[n, quantized_width(dim)]``.
@@ -51,7 +51,7 @@ def rms_norm(dim: int, eps: float, isa: CpuIsa, quantize: bool = False) -> tirx.
 
 
 def silu_gate(dim: int, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
-    """Build ``out = silu(x[:, :dim]) * x[:, dim:]``, quantized for ``linear_int8`` if asked.
+    """Build ``out = silu(x[:, :dim]) * x[:, dim:]``, quantized for ``linear_q8`` if asked.
 
     Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``float32[n, dim]`` or
     ``int32[n, quantized_width(dim)]``.

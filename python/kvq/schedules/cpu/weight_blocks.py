@@ -1,11 +1,13 @@
 """Weights as the kernels read them: in blocks of 16 output rows, so that rows sit in lanes.
 
-``int4``      codes ``uint32[N/16, K/32, 4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b`` of a group
-              in its low half and input ``16 + 4w + b`` in its high half; scales ``float16[N/16, K/32, 16]``.
-``float``     ``[N/16, K, 16]`` in the stored dtype.
+``int4*``     codes ``uint32[N/16, K/32, 4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b`` of 32
+              in its low half and input ``16 + 4w + b`` in its high half.
+``int8*``     codes ``uint32[N/16, K/4, 16]``: byte ``b`` of word ``w`` holds input ``4w + b``.
+both          scales and offsets ``float16[N/16, K/group, 16]``.
+floats        ``[N/16, K, 16]`` in the stored dtype.
 
 The last block is padded with zeros where N is no multiple of 16. The ``prepare_*`` kernels bring stored
-tensors into this layout, once, when a model is loaded; ``embedding`` reads single rows of it.
+tensors into this layout, once, when a model is loaded; :class:`WeightBlocks` reads it.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .vector import CpuIsa, for_blocks, for_rows, put
+from kvq.quantization.storage import GROUP, STORAGES
+
+from .vector import CpuIsa, for_blocks, put, run, splat
 
 #: Output rows of a block of weights.
 BLOCK = 16
-#: Inputs that share one weight scale, and one activation scale.
-GROUP = 32
-#: Zero point of the int4 weight codes.
-ZERO = 7
+#: 32-bit words of codes that meet 16 activations: a half of a group of 32.
+HALF = 4
 
 
 def num_blocks(n: int) -> int:
@@ -91,56 +93,102 @@ def prepare_vector(n: int, dtype: str) -> tirx.PrimFunc:
     return prepare_vector
 
 
-def embedding(n_out: int, k: int, dtype: str, isa: CpuIsa) -> tirx.PrimFunc:
-    """Build the kernel that reads rows of a weight in block layout, as float32.
+class WeightBlocks:
+    """One weight in blocks: shapes of its tensors, and what reads them.
 
-    Arguments of the kernel: ids ``int32[n]``, the tensors of the weight, out ``float32[n, K]``.
+    Tensors are passed as one tuple: the weight, or codes, scales and, where the storage has one, offsets.
+
+    Parameters
+    ----------
+    n_out, k : int
+        Outputs and inputs.
+    storage : str
+        A key of :data:`~kvq.quantization.storage.STORAGES`.
     """
-    blocks, groups = num_blocks(n_out), k // GROUP
 
-    def where(ids, i):
-        row = T.bind(T.max(T.min(T.cast(ids[i], "int64"), T.int64(n_out - 1)), T.int64(0)))
-        return T.bind(T.truncdiv(row, T.int64(BLOCK))), T.bind(T.truncmod(row, T.int64(BLOCK)))
+    def __init__(self, n_out: int, k: int, storage: str) -> None:
+        self.kind, blocks = STORAGES[storage], num_blocks(n_out)
+        kind = self.kind
+        self.float_shape = (blocks, k, BLOCK)
+        self.code_shape = (blocks, k // GROUP, HALF, BLOCK) if kind.bits == 4 else (blocks, k // 4, BLOCK)
+        self.scale_shape = (blocks, k // kind.group, BLOCK)
 
-    def int4_row(i, ids, w, s, out):
-        block, lane = where(ids, i)
-        with T.serial(groups) as g, T.serial(4) as word:
-            scale = T.bind(T.cast(s[block, g, lane], "float32"))
-            packed = T.bind(w[block, g, word, lane])
-            for half in range(2):
-                for byte in range(4):
-                    code = T.bitwise_and(T.shift_right(packed, T.uint32(8 * byte + 4 * half)), T.uint32(15))
-                    value = T.cast(T.cast(code, "int32") - ZERO, "float32") * scale
-                    put(out, value, i, g * GROUP + half * 16 + word * 4 + byte)
+    def words(self, codes, block, g, at, lanes: int) -> list:
+        """Codes of group ``g`` as eight uint32 vectors: byte ``b`` of number ``j`` is input ``4j + b``."""
+        if self.kind.bits == 8:
+            return [T.bind(codes[block, g * (2 * HALF) + j, at]) for j in range(2 * HALF)]
+        stored = [T.bind(codes[block, g, j, at]) for j in range(HALF)]
+        mask = splat(T.uint32(0x0F0F0F0F), lanes)
+        low = [T.bind(T.bitwise_and(word, mask)) for word in stored]
+        shifted = [T.shift_right(word, splat(T.uint32(4), lanes)) for word in stored]
+        return low + [T.bind(T.bitwise_and(word, mask)) for word in shifted]
 
-    def float_row(i, ids, w, out):
-        block, lane = where(ids, i)
-        with T.serial(k) as j:
-            put(out, T.cast(w[block, j, lane], "float32"), i, j)
+    def scales(self, weights, block, g, at, lanes: int) -> list[tuple]:
+        """Scale and minimum (None if there is none) of each part of a group of 32, as float32 vectors."""
+        out = []
+        for part in range(GROUP // self.kind.group):
+            where = (block, g * (GROUP // self.kind.group) + part, at)
+            scale = T.bind(T.cast(weights[1][where], f"float32x{lanes}"))
+            minimum = None
+            if self.kind.offset is not None:
+                minimum = T.bind(T.cast(weights[2][where], f"float32x{lanes}"))
+                if self.kind.offset == "zero":
+                    minimum = T.bind(splat(T.float32(0), lanes) - minimum * scale)
+            out.append((scale, minimum))
+        return out
 
-    if dtype == "int4":
+    def to_float(self, weights, block, start, count: int, out, isa: CpuIsa) -> None:
+        """Inputs ``start .. start + count`` of a block to ``out[count * 16]`` float32."""
+        lanes = isa.lanes
+        if self.kind.bits is None:
+            with T.serial(count) as i:
+                for part in range(BLOCK // lanes):
+                    value = T.cast(weights[0][block, start + i, run(part * lanes, lanes)], f"float32x{lanes}")
+                    put(out, value, run(i * BLOCK + part * lanes, lanes))
+            return
+        with T.serial(count // GROUP) as j:
+            g = T.bind(T.truncdiv(start, GROUP) + j)
+            for part in range(BLOCK // lanes):
+                at = run(part * lanes, lanes)
+                words = self.words(weights[0], block, g, at, lanes)
+                scales = self.scales(weights, block, g, at, lanes)
+                for i in range(GROUP):
+                    scale, minimum = scales[i // self.kind.group]
+                    shifted = T.shift_right(words[i // 4], splat(T.uint32(8 * (i % 4)), lanes))
+                    code = T.bitwise_and(shifted, splat(T.uint32(255), lanes))
+                    value = self._value(T.reinterpret(f"int32x{lanes}", code), scale, minimum, lanes)
+                    put(out, value, run((j * GROUP + i) * BLOCK + part * lanes, lanes))
 
-        @T.prim_func(s_tir=True, private=True)
-        def embedding_int4(
-            ids_h: T.handle,
-            w: T.Buffer((blocks, groups, 4, BLOCK), "uint32"),
-            s: T.Buffer((blocks, groups, BLOCK), "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-            n = T.int64()
-            ids = T.match_buffer(ids_h, (n,), "int32")
-            out = T.match_buffer(out_h, (n, k), "float32")
-            for_rows(n, int4_row, ids, w, s, out)
+    def _value(self, code, scale, minimum, lanes: int):
+        """The weight of an int32 code: a code times an fp16 scale is exact, so at most one rounding."""
+        if self.kind.center:
+            code = code - splat(T.int32(self.kind.center), lanes)
+        value = T.cast(code, f"float32x{lanes}") * scale
+        return value if minimum is None else value + minimum
 
-        return embedding_int4
-
-    @T.prim_func(s_tir=True, private=True)
-    def embedding_float(ids_h: T.handle, w: T.Buffer((blocks, k, BLOCK), dtype), out_h: T.handle):
-        T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        n = T.int64()
-        ids = T.match_buffer(ids_h, (n,), "int32")
-        out = T.match_buffer(out_h, (n, k), "float32")
-        for_rows(n, float_row, ids, w, out)
-
-    return embedding_float
+    def row_to_float(self, weights, block, lane, k: int, write) -> None:
+        """Call ``write(input, value)`` for the inputs of output ``lane`` of a block."""
+        if self.kind.bits is None:
+            with T.serial(k) as i:
+                write(i, T.cast(weights[0][block, i, lane], "float32"))
+            return
+        with T.serial(k // GROUP) as g, T.serial(2) as half, T.serial(HALF) as j:
+            if self.kind.bits == 4:
+                word = T.shift_right(weights[0][block, g, j, lane], T.cast(4 * half, "uint32"))
+                mask = 15
+            else:
+                word, mask = weights[0][block, (g * 2 + half) * HALF + j, lane], 255
+            word = T.bind(word)
+            part = g * 2 + half if self.kind.group < GROUP else g
+            scale = T.bind(T.cast(weights[1][block, part, lane], "float32"))
+            for byte in range(4):
+                code = T.bitwise_and(T.shift_right(word, T.uint32(8 * byte)), T.uint32(mask))
+                number = T.cast(T.cast(code, "int32") - self.kind.center, "float32")
+                if self.kind.offset is None:
+                    value = number * scale
+                else:
+                    offset = T.cast(weights[2][block, part, lane], "float32")
+                    value = (
+                        number * scale + offset if self.kind.offset == "min" else (number - offset) * scale
+                    )
+                write(g * GROUP + half * 16 + j * 4 + byte, value)

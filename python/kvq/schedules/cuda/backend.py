@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 
 from tvm import tirx
 
+from kvq.errors import CompileError
 from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
 
 from . import (
@@ -70,7 +72,13 @@ class CudaKernels:
     def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
         return kv_seal.kv_seal(layout, num_heads)
 
-    def paged_attention(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+    def paged_attention(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        if variant != PLAIN:
+            raise CompileError(
+                f"cuda has no attention with {variant.describe()} yet: compile this model for the cpu"
+            )
         if layout.row_dtype != "float16":
             return tile_attention.tile_attention(layout, num_heads, dtype)
         return prefill_attention.prefill_attention(layout, num_heads, dtype)

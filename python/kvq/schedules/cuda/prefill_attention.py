@@ -223,7 +223,7 @@ class _Warp:
 
     # ---- the own page --------------------------------------------------------------------------
     def attend_own(self, source, last, seen) -> None:
-        """Add the own page: ``source(part, index)`` points to its rows, row g + 8 y sees ``seen[y]`` of them."""
+        """Add the own page: ``source(part, index)`` points to it, row g + 8 y sees ``seen[y]`` rows of it."""
         with T.serial(T.truncdiv(last + (FRAGMENT_TILE - 1), FRAGMENT_TILE)) as tile:
             self._attend_rows(source, T.bind(tile * FRAGMENT_TILE), last, seen)
         if self.layout.v_bits is not None:

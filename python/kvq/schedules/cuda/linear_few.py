@@ -1,0 +1,207 @@
+"""Products of a weight with a few rows: what decoding needs, bound by reading the weight once.
+
+A block makes a tile of 16 outputs for all rows; its warps share the inputs, unit by unit in turn, and add up
+in a fixed order. A warp keeps some units ahead in registers, so that memory always has something to do. Rows
+are read from the second-level cache by whoever needs them: they are small beside the weight.
+
+Where GPUs allow it, the kernel starts while the one before it runs: weights do not depend on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from .block import ATTRIBUTES, WARP, for_threads
+from .mma import block_sync, emit, load_global, mma, put, u32
+from .weight_fragments import (
+    STEPS,
+    TILE,
+    UNIT,
+    UnitWeights,
+    codes_shape,
+    matrix_shape,
+    scales_shape,
+    tiles,
+    unit_words,
+)
+
+#: Most rows: two tiles of 8.
+MOST_ROWS = 16
+
+
+@dataclass(frozen=True)
+class FewTuning:
+    """How the kernel is cut; it changes the speed, and the order of sums.
+
+    Attributes
+    ----------
+    warps : int
+        Warps that share a tile's inputs.
+    ahead : int
+        Units that a warp has under way.
+    overlap : bool
+        Start while the kernel before is running (sm_90 and newer).
+    """
+
+    warps: int = 8
+    ahead: int = 4
+    overlap: bool = False
+
+
+class _Few:
+    """The statements of the kernel."""
+
+    def __init__(self, k: int, storage: str, tuning: FewTuning) -> None:
+        self.k, self.units, self.storage, self.tuning = k, k // UNIT, storage, tuning
+        self.words = unit_words(storage)
+        self.stride = self.words + (1 if storage == "int4" else 0)
+
+    def load_unit(self, weight, tile, unit, lane, held, slot: int) -> None:
+        """The lane's words of a unit to ``held``, in the place of ``slot``."""
+        at = slot * self.stride
+        if self.storage == "int4":
+            codes, scales = weight
+            source = T.bind(codes.ptr_to([tile, unit, lane, 0]))
+            load_global(held, at, 4, source, cache=".nc.L1::no_allocate")
+            g, group = T.shift_right(lane, 2), T.shift_right(T.bitwise_and(lane, 3), 1)
+            source = T.bind(scales.ptr_to([tile, unit, group, g, 0]))
+            load_global(held, at + self.words, 1, source, cache=".nc.L1::no_allocate")
+            return
+        source = T.bind(weight[0].ptr_to([tile, unit, 0, lane, 0]))
+        for step in range(STEPS):
+            load_global(held, at + 4 * step, 4, source, 512 * step, cache=".nc.L1::no_allocate")
+
+    def products(self, weight, x, tile, n, row_tiles: int, warp, lane):
+        """The warp's part of the sums: ``4 * row_tiles`` registers."""
+        ahead, warps = self.tuning.ahead, self.tuning.warps
+        g, c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
+        count = T.bind(T.truncdiv(self.units - warp + (warps - 1), warps))
+        held = T.alloc_local([ahead * self.stride], "uint32")
+        acc = T.alloc_local([4 * row_tiles], "float32")
+        values = T.alloc_local([8 * row_tiles], "uint32")
+        a = T.alloc_local([4], "uint32")
+        for i in range(4 * row_tiles):
+            put(acc, T.float32(0), i)
+        for i in range(8 * row_tiles):
+            put(values, u32(0), i)
+        for slot in range(ahead):
+            with T.If(slot < count), T.Then():
+                self.load_unit(weight, tile, warp + slot * warps, lane, held, slot)
+        if self.tuning.overlap:
+            emit(T.ptx["griddepcontrol.wait"]())
+        with T.serial(T.truncdiv(count + (ahead - 1), ahead)) as turn:
+            for slot in range(ahead):
+                index = T.bind(turn * ahead + slot)
+                with T.If(index < count), T.Then():
+                    unit = T.bind(warp + index * warps)
+                    for tile8 in range(row_tiles):
+                        row = T.bind(g + 8 * tile8)
+                        with T.If(row < n), T.Then():
+                            source = T.bind(x.ptr_to([row, unit * UNIT + c * 16]))
+                            for half in range(2):
+                                load_global(values, 8 * tile8 + 4 * half, 4, source, 16 * half)
+                    weights = UnitWeights(
+                        self.storage, held, slot * self.stride, slot * self.stride + self.words
+                    )
+                    for step in range(STEPS):
+                        registers = weights.registers(step, a)
+                        for tile8 in range(row_tiles):
+                            b = [values[8 * tile8 + 2 * step + i] for i in range(2)]
+                            mma(acc, 4 * tile8, registers, b)
+                    following = T.bind(index + ahead)
+                    with T.If(following < count), T.Then():
+                        self.load_unit(weight, tile, warp + following * warps, lane, held, slot)
+        return acc
+
+    def finish(
+        self, acc, row_tiles: int, out, tile, n, n_out: int, accumulate, warp, lane, thread, shared
+    ) -> None:
+        """Add up the warps' parts, in order, and store."""
+        warps = self.tuning.warps
+        for i in range(4 * row_tiles):
+            put(shared, acc[i], warp, i, lane)
+        block_sync()
+
+        def store(i):
+            row, output = T.bind(T.shift_right(i, 4)), T.bind(T.bitwise_and(i, TILE - 1))
+            register = T.bind(
+                T.shift_right(row, 3) * 4 + T.shift_right(output, 3) * 2 + T.bitwise_and(row, 1)
+            )
+            at = T.bind(T.bitwise_and(output, 7) * 4 + T.shift_right(T.bitwise_and(row, 7), 1))
+            total = shared[0, register, at]
+            for other in range(1, warps):
+                total = total + shared[other, register, at]
+            target = T.bind(tile * TILE + output)
+            with T.If(T.And(row < n, target < n_out)), T.Then():
+                put(out, out[row, target] + total if accumulate else total, row, target)
+
+        for_threads(8 * row_tiles * TILE, thread, warps * WARP, store)
+
+    def block(self, weight, x, out, n, n_out: int, accumulate: bool, tile, thread, shared) -> None:
+        """A block's tile."""
+        warp, lane = T.bind(T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
+        if self.tuning.overlap:
+            emit(T.ptx["griddepcontrol.launch_dependents"]())
+        with T.If(n <= 8):
+            for row_tiles, branch in ((1, T.Then), (MOST_ROWS // 8, T.Else)):
+                with branch():
+                    acc = self.products(weight, x, tile, n, row_tiles, warp, lane)
+                    self.finish(
+                        acc, row_tiles, out, tile, n, n_out, accumulate, warp, lane, thread, shared
+                    )
+
+
+def linear_few(
+    n_out: int, k: int, storage: str, tuning: FewTuning, accumulate: bool = False
+) -> tirx.PrimFunc:
+    """Build ``out = x @ w.T`` for at most :data:`MOST_ROWS` rows; ``accumulate`` adds to ``out`` instead.
+
+    Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
+    ``weight_fragments.py``, and out ``float32[n, N]``.
+    """
+    kernel = _Few(k, storage, tuning)
+    attributes = dict(ATTRIBUTES)
+    if tuning.overlap:
+        attributes["tirx.kernel_launch_params"] = ["tirx.use_programtic_dependent_launch"]
+
+    def block(weight, x, out, n, tile, thread):
+        shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)
+        kernel.block(weight, x, out, T.bind(T.cast(n, "int32")), n_out, accumulate, tile, thread, shared)
+
+    if storage == "int4":
+
+        @T.prim_func(private=True)
+        def linear_few_int4(
+            x_h: T.handle,
+            codes: T.Buffer(codes_shape(n_out, k), "uint32"),
+            scales: T.Buffer(scales_shape(n_out, k), "float16"),
+            out_h: T.handle,
+        ):
+            T.func_attr(attributes)
+            n = T.int64()
+            x = T.match_buffer(x_h, (n, k), "float16")
+            out = T.match_buffer(out_h, (n, n_out), "float32")
+            T.device_entry()
+            tile = T.cta_id([tiles(n_out)])
+            thread = T.thread_id([tuning.warps * WARP])
+            block((codes, scales), x, out, n, tile, thread)
+
+        return linear_few_int4
+
+    @T.prim_func(private=True)
+    def linear_few_float16(
+        x_h: T.handle, weight: T.Buffer(matrix_shape(n_out, k), "uint32"), out_h: T.handle
+    ):
+        T.func_attr(attributes)
+        n = T.int64()
+        x = T.match_buffer(x_h, (n, k), "float16")
+        out = T.match_buffer(out_h, (n, n_out), "float32")
+        T.device_entry()
+        tile = T.cta_id([tiles(n_out)])
+        thread = T.thread_id([tuning.warps * WARP])
+        block((weight,), x, out, n, tile, thread)
+
+    return linear_few_float16

@@ -1,0 +1,298 @@
+"""The order of a stored weight for tensor cores, and what puts it there or reads rows of it.
+
+A weight is operand A of ``mma.m16n8k16``: 16 outputs by 16 inputs. A *unit* is 16 outputs by 64 inputs; in it
+lane ``4 g + c`` of a warp has the outputs g and g + 8, and of the inputs the sixteen from ``16 c`` on, four in
+each of the unit's four products. So the order of the inputs within a unit is another one than the instruction's,
+and whoever loads operand B follows it: a lane's values of a row of activations are 32 bytes in one piece.
+
+::
+
+    int4    codes   uint32[tiles, units, 32, 4]     lane, product: the lane's eight codes
+            scales  float16[tiles, units, 2, 8, 2]  group of 32 inputs, g, outputs g and g + 8
+    fp16    weight  uint32[tiles, units, 4, 32, 4]  product, lane: the lane's four registers
+
+Of a code word, register p takes the nibbles p and p + 4. Outputs beyond the weight's are zeros.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from kvq.quantization.weights import GROUP, ZERO_CODE
+
+from .block import ATTRIBUTES, WARP, for_threads, when
+from .mma import bytes_of, emit, put, u32
+
+#: Outputs of a tile, inputs of a unit and products of a unit.
+TILE, UNIT, STEPS = 16, 64, 4
+THREADS = 128
+#: Storages of weights that have this order.
+STORAGES = ("int4", "float16")
+
+#: Two halves 1024, in whose lowest mantissa bits a code is itself, and what takes 1024 and the zero code off.
+_MAGIC, _LOW_NIBBLES, _HIGH_NIBBLES = 0x64006400, 0x000F000F, 0x00F000F0
+
+
+def _halves(value: float) -> int:
+    """The word of two equal halves."""
+    import numpy as np
+
+    half = int(np.float16(value).view(np.uint16))
+    return half << 16 | half
+
+
+_LOW_ZERO = _halves(1024 + ZERO_CODE)
+#: A code in the second nibble counts 16-fold: times 1/16, minus 1024/16 and the zero code.
+_SIXTEENTH, _HIGH_ZERO = _halves(1 / 16), _halves(-(64 + ZERO_CODE))
+
+
+def fits(k: int, storage: str) -> bool:
+    """Whether a weight with ``k`` inputs has this order."""
+    return storage in STORAGES and k % UNIT == 0
+
+
+def tiles(n: int) -> int:
+    """Tiles of a weight with ``n`` outputs."""
+    return -(-n // TILE)
+
+
+def codes_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of the codes of a weight ``[n, k]``."""
+    return tiles(n), k // UNIT, WARP, STEPS
+
+
+def scales_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of the scales of a weight ``[n, k]``."""
+    return tiles(n), k // UNIT, UNIT // GROUP, TILE // 2, 2
+
+
+def matrix_shape(n: int, k: int) -> tuple[int, ...]:
+    """Shape of an fp16 weight ``[n, k]``."""
+    return tiles(n), k // UNIT, STEPS, WARP, 4
+
+
+def unit_words(storage: str) -> int:
+    """32-bit words of a lane in a unit, scales apart."""
+    return STEPS if storage == "int4" else 4 * STEPS
+
+
+class UnitWeights:
+    """A lane's weights of one unit, as registers of operand A.
+
+    Parameters
+    ----------
+    storage : str
+        One of :data:`STORAGES`.
+    words : buffer
+        uint32: the lane's words from ``at`` on; the scales' word of an int4 unit is ``words[scale_at]``.
+    """
+
+    def __init__(self, storage: str, words, at: int, scale_at: int) -> None:
+        self.storage, self.words, self.at = storage, words, at
+        if storage == "int4":
+            self.scales = T.alloc_local([2], "uint32")
+            bytes_of(self.scales, 0, words[scale_at], u32(0), 0x1010)
+            bytes_of(self.scales, 1, words[scale_at], u32(0), 0x3232)
+
+    def registers(self, step: int, out) -> list:
+        """The four registers of product ``step``; ``out[4]`` may hold them."""
+        if self.storage != "int4":
+            return [self.words[self.at + 4 * step + p] for p in range(4)]
+        word = self.words[self.at + step]
+        for half in range(2):
+            source = T.shift_right(word, u32(8)) if half else word
+            low, high = 2 * half, 2 * half + 1
+            put(out, T.bitwise_or(T.bitwise_and(source, u32(_LOW_NIBBLES)), u32(_MAGIC)), low)
+            put(out, T.bitwise_or(T.bitwise_and(source, u32(_HIGH_NIBBLES)), u32(_MAGIC)), high)
+            emit(T.ptx["sub.rn.f16x2"](out[low], out[low], u32(_LOW_ZERO)))
+            emit(T.ptx["fma.rn.f16x2"](out[high], out[high], u32(_SIXTEENTH), u32(_HIGH_ZERO)))
+            for p in (low, high):
+                emit(T.ptx["mul.rn.f16x2"](out[p], out[p], self.scales[p % 2]))
+        return [out[p] for p in range(4)]
+
+
+def _place(i, words: int):
+    """Of word ``i`` of a tensor in this order: the tile, the unit, and the word within the unit."""
+    unit = T.bind(T.truncdiv(i, words))
+    return unit, T.bind(i - unit * words)
+
+
+def prepare_codes(n: int, k: int) -> tirx.PrimFunc:
+    """Build the kernel from stored codes ``uint32[n, k / 8]`` to this order."""
+    units = k // UNIT
+    count = tiles(n) * units * WARP * STEPS
+
+    def convert(i, raw, out):
+        unit, word = _place(i, WARP * STEPS)
+        tile, step = T.bind(T.truncdiv(unit, units)), T.bind(T.bitwise_and(word, STEPS - 1))
+        lane = T.bind(T.shift_right(word, 2))
+        first = T.bind((unit - tile * units) * UNIT + T.bitwise_and(lane, 3) * 16 + step * 4)
+        made = T.alloc_local([1], "uint32")
+        put(made, u32(0), 0)
+        for half in range(2):
+            row = T.bind(tile * TILE + T.shift_right(lane, 2) + 8 * half)
+
+            def add(half=half, row=row):
+                stored = raw[row, T.shift_right(first, 3)]
+                four = T.bind(T.shift_right(stored, T.cast(T.bitwise_and(first, 4) * 4, "uint32")))
+                for j in range(4):
+                    code = T.bitwise_and(T.shift_right(four, u32(4 * j)), u32(15))
+                    nibble = half + 2 * (j // 2) + 4 * (j % 2)
+                    put(made, T.bitwise_or(made[0], T.shift_left(code, u32(4 * nibble))), 0)
+
+            when(row < n, add)
+        put(out, made[0], tile, unit - tile * units, lane, step)
+
+    @T.prim_func(private=True)
+    def prepare_codes(raw: T.Buffer((n, k // 8), "uint32"), out: T.Buffer(codes_shape(n, k), "uint32")):
+        T.func_attr(ATTRIBUTES)
+        T.device_entry()
+        block = T.cta_id([-(-count // THREADS)])
+        thread = T.thread_id([THREADS])
+        if block * THREADS + thread < count:
+            convert(block * THREADS + thread, raw, out)
+
+    return prepare_codes
+
+
+def prepare_scales(n: int, k: int) -> tirx.PrimFunc:
+    """Build the kernel from stored scales ``float16[n, k / 32]`` to this order."""
+    units, per_unit = k // UNIT, UNIT // GROUP * TILE
+    count = tiles(n) * units * per_unit
+
+    def convert(i, raw, out):
+        unit, word = _place(i, per_unit)
+        tile = T.bind(T.truncdiv(unit, units))
+        group, rest = T.bind(T.shift_right(word, 4)), T.bind(T.bitwise_and(word, TILE - 1))
+        g, half = T.bind(T.shift_right(rest, 1)), T.bind(T.bitwise_and(rest, 1))
+        row, at = T.bind(tile * TILE + g + 8 * half), T.bind(unit - tile * units)
+        with T.If(row < n):
+            with T.Then():
+                put(out, raw[row, at * (UNIT // GROUP) + group], tile, at, group, g, half)
+            with T.Else():
+                put(out, T.float16(0), tile, at, group, g, half)
+
+    @T.prim_func(private=True)
+    def prepare_scales(
+        raw: T.Buffer((n, k // GROUP), "float16"), out: T.Buffer(scales_shape(n, k), "float16")
+    ):
+        T.func_attr(ATTRIBUTES)
+        T.device_entry()
+        block = T.cta_id([-(-count // THREADS)])
+        thread = T.thread_id([THREADS])
+        if block * THREADS + thread < count:
+            convert(block * THREADS + thread, raw, out)
+
+    return prepare_scales
+
+
+def prepare_matrix(n: int, k: int) -> tirx.PrimFunc:
+    """Build the kernel from a stored weight ``float16[n, k]`` to this order."""
+    units, per_unit = k // UNIT, STEPS * WARP * 4
+    count = tiles(n) * units * per_unit
+
+    def convert(i, raw, out):
+        unit, word = _place(i, per_unit)
+        tile = T.bind(T.truncdiv(unit, units))
+        step, lane = T.bind(T.shift_right(word, 7)), T.bind(T.bitwise_and(T.shift_right(word, 2), WARP - 1))
+        p = T.bind(T.bitwise_and(word, 3))
+        row = T.bind(tile * TILE + T.shift_right(lane, 2) + 8 * T.bitwise_and(p, 1))
+        at = T.bind(unit - tile * units)
+        first = T.bind(at * UNIT + T.bitwise_and(lane, 3) * 16 + step * 4 + T.bitwise_and(p, 2))
+        made = T.alloc_local([2], "float16")
+        for half in range(2):
+            put(made, T.float16(0), half)
+
+        def read():
+            for half in range(2):
+                put(made, raw[row, first + half], half)
+
+        when(row < n, read)
+        put(out, made.view("uint32")[0], tile, at, step, lane, p)
+
+    @T.prim_func(private=True)
+    def prepare_matrix(raw: T.Buffer((n, k), "float16"), out: T.Buffer(matrix_shape(n, k), "uint32")):
+        T.func_attr(ATTRIBUTES)
+        T.device_entry()
+        block = T.cta_id([-(-count // THREADS)])
+        thread = T.thread_id([THREADS])
+        if block * THREADS + thread < count:
+            convert(block * THREADS + thread, raw, out)
+
+    return prepare_matrix
+
+
+def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
+    """Build the kernel that reads rows of a weight in this order, as float32.
+
+    Arguments of the kernel: ids ``int32[m]``, the tensors of the weight, out ``float32[m, k]``.
+    """
+
+    def place(ids, i, quad):
+        """Of the four inputs from ``4 quad`` on: tile, unit, group, g, half, lane and product."""
+        row = T.bind(T.max(T.min(ids[i], n - 1), 0))
+        within = T.bind(T.bitwise_and(row, TILE - 1))
+        g, half = T.bind(T.bitwise_and(within, 7)), T.bind(T.shift_right(within, 3))
+        c = T.bind(T.bitwise_and(T.shift_right(quad, 2), 3))
+        lane, step = T.bind(4 * g + c), T.bind(T.bitwise_and(quad, STEPS - 1))
+        return T.shift_right(row, 4), T.shift_right(quad, 4), T.shift_right(c, 1), g, half, lane, step
+
+    def read_int4(ids, codes, scales, out, i, thread):
+        def read(quad):
+            tile, unit, group, g, half, lane, step = place(ids, i, quad)
+            word = T.bind(T.shift_right(codes[tile, unit, lane, step], T.cast(4 * half, "uint32")))
+            scale = T.bind(T.cast(scales[tile, unit, group, g, half], "float32"))
+            for j in range(4):
+                code = T.bitwise_and(T.shift_right(word, u32(4 * (2 * (j // 2) + 4 * (j % 2)))), u32(15))
+                put(out, (T.cast(T.cast(code, "int32") - ZERO_CODE, "float32")) * scale, i, quad * 4 + j)
+
+        for_threads(k // 4, thread, THREADS, read)
+
+    def read_float16(ids, weight, out, i, thread):
+        pair = T.alloc_local([1], "uint32")
+
+        def read(quad):
+            tile, unit, _, _, half, lane, step = place(ids, i, quad)
+            for second in range(2):
+                put(pair, weight[tile, unit, step, lane, half + 2 * second], 0)
+                for half_of_pair in range(2):
+                    value = T.cast(pair.view("float16")[half_of_pair], "float32")
+                    put(out, value, i, quad * 4 + 2 * second + half_of_pair)
+
+        for_threads(k // 4, thread, THREADS, read)
+
+    if storage == "int4":
+
+        @T.prim_func(private=True)
+        def embedding_int4(
+            ids_h: T.handle,
+            codes: T.Buffer(codes_shape(n, k), "uint32"),
+            scales: T.Buffer(scales_shape(n, k), "float16"),
+            out_h: T.handle,
+        ):
+            T.func_attr(ATTRIBUTES)
+            m = T.int64()
+            ids = T.match_buffer(ids_h, (m,), "int32")
+            out = T.match_buffer(out_h, (m, k), "float32")
+            T.device_entry()
+            i = T.cta_id([T.cast(m, "int32")])
+            thread = T.thread_id([THREADS])
+            read_int4(ids, codes, scales, out, i, thread)
+
+        return embedding_int4
+
+    @T.prim_func(private=True)
+    def embedding_float16(
+        ids_h: T.handle, weight: T.Buffer(matrix_shape(n, k), "uint32"), out_h: T.handle
+    ):
+        T.func_attr(ATTRIBUTES)
+        m = T.int64()
+        ids = T.match_buffer(ids_h, (m,), "int32")
+        out = T.match_buffer(out_h, (m, k), "float32")
+        T.device_entry()
+        i = T.cta_id([T.cast(m, "int32")])
+        thread = T.thread_id([THREADS])
+        read_float16(ids, weight, out, i, thread)
+
+    return embedding_float16

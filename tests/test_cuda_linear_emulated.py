@@ -1,0 +1,113 @@
+"""Products with weights on tensor cores: their CUDA source on the CPU, right and within its arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+
+from cuda_emulator import build, compiler, run
+from kernel_rig import relative_error
+from kvq.compiler.target import cuda_target
+from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
+from kvq.schedules.cuda import weight_fragments
+from kvq.schedules.cuda.linear_few import FewTuning, linear_few
+from kvq.schedules.cuda.linear_tiles import TileTuning, _Tiles, linear_tiles
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+
+#: Outputs that are no whole number of tiles or blocks, units that warps cannot share evenly.
+N_OUT, K = 72, 192
+TILES = TileTuning(output_tiles=2, row_tiles=2, output_warps=1, row_warps=2, input_warps=2, stages=2)
+ROWS = 40
+
+
+def program(func, directory, shared_bytes: int, threads: int):
+    """The kernel, to run on the CPU."""
+    target = cuda_target("sm_90")
+    module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
+    directory.mkdir()
+    return build(built.mod.imports[0].inspect_source("cuda"), directory, shared_bytes, threads)
+
+
+def prepare(directory, name: str, raw: np.ndarray, n: int, k: int) -> np.ndarray:
+    """A stored tensor in the order of fragments, by the kernel that does it."""
+    func = getattr(weight_fragments, f"prepare_{name}")(n, k)
+    shape = getattr(weight_fragments, f"{name}_shape")(n, k)
+    out = np.full(shape, 0xFF, np.float16 if name == "scales" else np.uint32)
+    threads = weight_fragments.THREADS
+    blocks = [(i, 0) for i in range(-(-out.size // threads))]
+    made = program(func, directory / name, 16, threads)
+    return run(made, {"raw_ptr": raw, "out_ptr": out}, blocks)["out_ptr"]
+
+
+@pytest.fixture(scope="module", params=weight_fragments.STORAGES)
+def weight(request, tmp_path_factory):
+    """Storage, the tensors in the order of fragments, by the names of kernels, and what they stand for."""
+    rng = np.random.default_rng(0)
+    values = (rng.standard_normal((N_OUT, K)) / K**0.5).astype(np.float32)
+    directory = tmp_path_factory.mktemp("prepared")
+    if request.param == "float16":
+        stored = values.astype(np.float16)
+        tensors = {"weight_ptr": prepare(directory, "matrix", stored, N_OUT, K)}
+        return request.param, tensors, stored.astype(np.float32)
+    codes, scales = quantize_q4f16_1(values)
+    tensors = {
+        "codes_ptr": prepare(directory, "codes", codes, N_OUT, K),
+        "scales_ptr": prepare(directory, "scales", scales, N_OUT, K),
+    }
+    return request.param, tensors, dequantize_q4f16_1(codes, scales)
+
+
+def execute(made, arrays: dict[str, np.ndarray], rows: int, blocks) -> np.ndarray:
+    """``out`` after the kernel; what it takes beside arrays is the number of rows, whatever the compiler calls it."""
+    names = made.with_suffix(".args").read_text().split()
+    return run(made, {**{name: rows for name in names}, **arrays}, blocks)["out_ptr"]
+
+
+def rows(count: int) -> np.ndarray:
+    return np.random.default_rng(count).standard_normal((count, K)).astype(np.float16)
+
+
+def expected(x: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return x.astype(np.float32) @ values.T
+
+
+def test_few_rows(weight, tmp_path):
+    storage, tensors, values = weight
+    accumulate = storage == "int4"
+    tuning = FewTuning(warps=2, ahead=2)
+    func = linear_few(N_OUT, K, storage, tuning, accumulate)
+    made = program(func, tmp_path / "few", 16, tuning.warps * 32)
+    for count in (1, 8, 13):
+        x = rows(count)
+        before = np.full((count, N_OUT), 0.5 if accumulate else np.nan, np.float32)
+        blocks = [(i, 0) for i in range(weight_fragments.tiles(N_OUT))]
+        out = execute(made, {"x_ptr": x, **tensors, "out_ptr": before}, count, blocks)
+        assert relative_error(out - (0.5 if accumulate else 0), expected(x, values)) < 5e-4
+
+
+def test_many_rows(weight, tmp_path):
+    storage, tensors, values = weight
+    accumulate = storage != "int4"
+    func = linear_tiles(N_OUT, K, storage, TILES, accumulate)
+    shared_bytes = _Tiles(N_OUT, K, storage, TILES).shared_bytes
+    made = program(func, tmp_path / "tiles", shared_bytes, TILES.threads)
+    x = rows(ROWS)
+    before = np.full((ROWS, N_OUT), 0.5 if accumulate else np.nan, np.float32)
+    columns, lines = -(-N_OUT // TILES.outputs), -(-ROWS // TILES.rows)
+    blocks = [(i, j) for j in range(columns) for i in range(lines)]
+    out = execute(made, {"x_ptr": x, **tensors, "out_ptr": before}, ROWS, blocks)
+    assert relative_error(out - (0.5 if accumulate else 0), expected(x, values)) < 5e-4
+
+
+def test_rows_of_the_weight(weight, tmp_path):
+    storage, tensors, values = weight
+    made = program(
+        weight_fragments.embedding(N_OUT, K, storage), tmp_path / "rows", 16, weight_fragments.THREADS
+    )
+    ids = np.array([0, N_OUT - 1, 5, 9, N_OUT + 3, -1], np.int32)  # ids outside are the nearest row
+    out = np.full((len(ids), K), np.nan, np.float32)
+    found = execute(made, {"ids_ptr": ids, **tensors, "out_ptr": out}, len(ids), [(i, 0) for i in range(6)])
+    np.testing.assert_array_equal(found, values[np.clip(ids, 0, N_OUT - 1)])
