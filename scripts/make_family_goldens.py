@@ -4,9 +4,10 @@ Needs ``torch transformers safetensors`` (not dependencies of kvq)::
 
     python scripts/make_family_goldens.py tests/goldens [NAME ...]
 
-``family_NAME.npz``  of each case in ``tests/tiny_families.py``: ``tokens`` int32 ``[n]``, ``rows`` int32 ``[r]``,
-                     ``logits`` float32 ``[r, vocab]``, and ``shapes``, JSON text: the tensors of the checkpoint
-                     as transformers saves it.
+``family_NAME.npz``  of each case in ``tests/tiny_families.py``: ``tokens`` int32 ``[n]``, ``rows`` int32
+                     ``[r]``, ``logits`` float32 ``[r, vocab]``, and ``shapes``, JSON text: the tensors of the
+                     checkpoint as transformers saves it.
+``rope.json``        of each kind of RoPE there: ``inverse_frequency`` and ``attention_factor``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbedding
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from tiny_families import FAMILY_CASES, TinyFamily
+from tiny_families import FAMILY_CASES, ROPE_CASES, SIZES, TinyFamily
 
 
 def checkpoint_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
@@ -60,13 +63,28 @@ def write_golden(path: Path, case: TinyFamily) -> None:
     )
 
 
+def write_rope(path: Path) -> None:
+    """Write ``rope.json``."""
+    found = {}
+    for name, (keys, context) in ROPE_CASES.items():
+        config = AutoConfig.for_model("llama", **{**SIZES, "head_dim": 32, **keys})
+        kind = config.rope_parameters["rope_type"]
+        if kind == "default":
+            frequency, attention = StableLmRotaryEmbedding.compute_default_rope_parameters(config)
+        else:
+            frequency, attention = ROPE_INIT_FUNCTIONS[kind](config, seq_len=context)
+        found[name] = {"inverse_frequency": frequency.tolist(), "attention_factor": attention}
+    path.write_text(json.dumps(found) + "\n")
+
+
 def main() -> None:
     """Parse the command line and write the files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, help="directory of the golden files")
-    parser.add_argument("names", nargs="*", default=list(FAMILY_CASES), help="cases; all of them by default")
+    parser.add_argument("names", nargs="*", default=list(FAMILY_CASES), help="cases; all by default")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
+    write_rope(args.output / "rope.json")
     for name in args.names:
         write_golden(args.output / f"family_{name}.npz", FAMILY_CASES[name])
 

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family: a ``config.json`` each; golden files hold the rest.
 
-``scripts/make_family_goldens.py`` asks transformers which tensors such a checkpoint has, draws them by seed and
-name as here, and writes the logits with the names and shapes to ``tests/goldens/family_NAME.npz``.
+``scripts/make_family_goldens.py`` asks transformers which tensors such a checkpoint has, draws them as
+here, and writes the logits with the names and shapes to ``tests/goldens/family_NAME.npz``.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh",
     "tie_word_embeddings": True,
 }
+_LONGROPE = {
+    "short_factor": [1.0 + 0.05 * i for i in range(6)],
+    "long_factor": [1.5 + 0.5 * i for i in range(6)],
+}
 
 #: One entry a family, more where a family has a variant that another path serves.
 FAMILY_CASES: dict[str, TinyFamily] = {
@@ -144,11 +148,69 @@ FAMILY_CASES: dict[str, TinyFamily] = {
         tokens=2150,
         rows=(0, 1, 69, 70, 71, 128, 1000, 2048, 2149),
     ),
+    "phi3": TinyFamily(
+        "phi3",
+        {
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.75,
+            "sliding_window": 70,
+            "original_max_position_embeddings": 128,
+            "rope_scaling": {"type": "longrope", **_LONGROPE},
+        },
+    ),
     "smollm3": TinyFamily(
         "smollm3", {"rms_norm_eps": 1e-6, "tie_word_embeddings": True, "no_rope_layers": [1, 0]}
     ),
     "olmo2": TinyFamily("olmo2", {"rms_norm_eps": 1e-6}),
     "stablelm": TinyFamily(
         "stablelm", {"layer_norm_eps": 1e-5, "use_qkv_bias": True, "partial_rotary_factor": 0.25}
+    ),
+}
+
+
+_SCALED = {"factor": 4.0, "original_max_position_embeddings": 512}
+
+#: Keys of ``config.json`` on RoPE, and the context it is for: frequencies in ``tests/goldens/rope.json``.
+ROPE_CASES: dict[str, tuple[dict[str, Any], int]] = {
+    "none": ({"rope_theta": 5e5}, 512),
+    "partial": ({"partial_rotary_factor": 0.25}, 512),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+    "dynamic within": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, 300),
+    "dynamic beyond": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1500),
+    "llama3": (
+        {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_SCALED}},
+        2048,
+    ),
+    "yarn": ({"rope_theta": 1e6, "rope_scaling": {"type": "yarn", **_SCALED}}, 2048),
+    "yarn with numbers": (
+        {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                **_SCALED,
+                "beta_fast": 16,
+                "beta_slow": 2,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+                "truncate": False,
+            },
+            "partial_rotary_factor": 0.5,
+        },
+        2048,
+    ),
+    "longrope short": (
+        {
+            "rope_scaling": {"type": "longrope", **_LONGROPE},
+            "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.375,
+        },
+        128,
+    ),
+    "longrope long": (
+        {
+            "rope_scaling": {"rope_type": "longrope", **_LONGROPE, "attention_factor": 1.25},
+            "original_max_position_embeddings": 128,
+            "partial_rotary_factor": 0.375,
+        },
+        129,
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 NAME = "compile"
 
@@ -42,6 +43,9 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     from kvq.compiler import compile_model
+    from kvq.compiler.compile import parse_overrides
+    from kvq.config import ChatConfig
+    from kvq.model.rope import describe_fixed_rope
 
     config = Path(args.config)
     directory = config if config.is_dir() else config.parent
@@ -54,5 +58,9 @@ def run(args: argparse.Namespace) -> int:
         overrides=args.overrides,
         debug_dump=args.debug_dump,
     )
+    chat = ChatConfig.load(config)
+    context = parse_overrides(args.overrides).get("context_window_size", chat.context_window_size)
+    if note := describe_fixed_rope(chat.model, context):
+        print(f"{output}: {note}", file=sys.stderr)
     print(output)
     return 0

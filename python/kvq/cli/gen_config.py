@@ -51,6 +51,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Write the configuration."""
     from kvq.gen_config import gen_config
+    from kvq.model.rope import describe_fixed_rope
     from kvq.model_source import resolve_model
 
     chat = gen_config(
@@ -68,4 +69,6 @@ def run(args: argparse.Namespace) -> int:
         f"context {chat.context_window_size}, stops at {chat.stop_token_ids + chat.stop_strings}",
         file=sys.stderr,
     )
+    if note := describe_fixed_rope(chat.model, chat.context_window_size):
+        print(f"{args.output}: {note}", file=sys.stderr)
     return 0

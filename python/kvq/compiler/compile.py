@@ -16,6 +16,7 @@ from kvq.errors import CompileError, ConfigError
 from kvq.layout import KVLayout
 from kvq.model.decoder import export_model
 from kvq.model.parameters import model_parameters
+from kvq.model.rope import fix_rope
 from kvq.passes.lower_weights import WeightPlan
 from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve
@@ -110,7 +111,7 @@ def _build(
     config: ChatConfig, page_size: int, target: CompileTarget, opt: str, debug_dump: Path | None
 ) -> Any:
     weights, kv = resolve(config.quantization, config.kv_quantization, config.weight_storage)
-    model = config.model
+    model = fix_rope(config.model, config.context_window_size)
     row_dtype = kv.row_dtype(weights)
     layout = KVLayout(
         model.num_hidden_layers,

@@ -1,4 +1,8 @@
-"""RoPE frequencies of every supported scaling, computed once when a model is compiled."""
+"""RoPE frequencies of every supported scaling, computed once when a model is compiled.
+
+Two scalings, ``dynamic`` and ``longrope``, depend on how long the sequence is. A key stands in the cache with
+the rotation it was given, so these are fixed for the context that a model is compiled for (:func:`fix_rope`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,63 @@ from typing import Any
 
 import numpy as np
 
+from kvq.config import ModelConfig
 from kvq.errors import CompileError
+
+#: Kinds of scaling that :func:`fix_rope` must have fixed.
+BY_LENGTH = ("dynamic", "longrope")
+
+
+def fix_rope(config: ModelConfig, context_window_size: int) -> ModelConfig:
+    """The model with a RoPE that does not depend on how long a sequence is.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    context_window_size : int
+        Tokens of the longest sequence, to which every length is taken to come.
+
+    Returns
+    -------
+    ModelConfig
+        ``dynamic`` has become another ``rope_theta``; ``longrope`` has one list of factors, ``ext_factor``,
+        and its ``attention_factor``. Other models come back as they are.
+    """
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    if kind not in BY_LENGTH or "ext_factor" in scaling:
+        return config
+    factor, original = float(scaling["factor"]), int(scaling["original_max_position_embeddings"])
+    if kind == "dynamic":
+        dim, length = config.rotary_dim or config.head_dim, max(context_window_size, original)
+        stretch = factor * length / original - (factor - 1)
+        theta = config.rope_theta * stretch ** (dim / (dim - 2))
+        return config.model_copy(update={"rope_theta": theta, "rope_scaling": None})
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    chosen = scaling["long_factor" if context_window_size > original else "short_factor"]
+    fixed = {"rope_type": kind, "ext_factor": chosen, "attention_factor": attention}
+    return config.model_copy(update={"rope_scaling": fixed})
+
+
+def describe_fixed_rope(config: ModelConfig, context_window_size: int) -> str | None:
+    """A line for the user on what :func:`fix_rope` does to a model; None where it does nothing."""
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type")
+    if kind not in BY_LENGTH:
+        return None
+    fixed = fix_rope(config, context_window_size)
+    if kind == "dynamic":
+        how = f"its base is {fixed.rope_theta:.6g}"
+    else:
+        long = context_window_size > int(scaling["original_max_position_embeddings"])
+        how = f"it takes the {'long' if long else 'short'} factors"
+    return (
+        f"RoPE scaling {kind!r} is fixed for the context of {context_window_size} tokens, also in shorter "
+        f"sequences: {how}"
+    )
 
 
 def rope_parameters(
@@ -50,8 +110,13 @@ def rope_parameters(
         frequency = _llama3(frequency, scaling, factor)
     elif kind == "yarn":
         frequency, attention = _yarn(frequency, scaling, factor, theta, rotary_dim)
+    elif kind == "longrope" and "ext_factor" in scaling:
+        frequency = frequency / np.asarray(scaling["ext_factor"], np.float32)
+        attention = float(scaling["attention_factor"])
+    elif kind in BY_LENGTH:
+        raise CompileError(f"rope_scaling {kind!r} depends on the length of a sequence: fix it first")
     elif kind != "default":
-        raise CompileError(f"rope_scaling {kind!r} cannot be compiled: use default, linear, llama3 or yarn")
+        raise CompileError(f"rope_scaling {kind!r} cannot be compiled: it is not known")
     return (frequency * np.float32(position_scale)).astype(np.float32), attention
 
 
@@ -73,7 +138,10 @@ def _yarn(
     def dimension(rotations: float) -> float:
         return rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(float(scaling.get("beta_fast", 32))), dimension(float(scaling.get("beta_slow", 1)))
+    low, high = (
+        dimension(float(scaling.get(key) or default))
+        for key, default in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if scaling.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rotary_dim - 1)

@@ -1,0 +1,47 @@
+"""RoPE frequencies of every kind of scaling against those of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvq.errors import CompileError
+from kvq.loader.hf_config import model_config_from_hf
+from kvq.model.rope import describe_fixed_rope, fix_rope, rope_parameters
+from tiny_families import GOLDENS, ROPE_CASES, SIZES
+
+EXPECTED = json.loads((GOLDENS / "rope.json").read_text())
+
+
+def config_of(keys: dict[str, object]) -> dict[str, object]:
+    return {"model_type": "llama", **SIZES, "head_dim": 32, "rms_norm_eps": 1e-5, **keys}
+
+
+@pytest.mark.parametrize("name", ROPE_CASES)
+def test_frequencies(name: str) -> None:
+    keys, context = ROPE_CASES[name]
+    model = fix_rope(model_config_from_hf(config_of(keys), Path("config.json")), context)
+    assert fix_rope(model, 10 * context) == model  # what is fixed stays
+    frequency, attention = rope_parameters(
+        model.rope_theta, model.rotary_dim or model.head_dim, model.rope_scaling
+    )
+    np.testing.assert_allclose(frequency, EXPECTED[name]["inverse_frequency"], rtol=1e-5)
+    assert attention == pytest.approx(EXPECTED[name]["attention_factor"])
+
+
+def test_kinds_that_depend_on_the_length_are_said_to_be_fixed() -> None:
+    said = {}
+    for name, (keys, context) in ROPE_CASES.items():
+        model = model_config_from_hf(config_of(keys), Path("config.json"))
+        said[name] = describe_fixed_rope(model, context)
+        if said[name]:
+            with pytest.raises(CompileError, match="depends on the length"):
+                rope_parameters(model.rope_theta, model.rotary_dim or 32, model.rope_scaling)
+    assert {name for name, line in said.items() if line} == {
+        *("dynamic within", "dynamic beyond", "longrope short", "longrope long")
+    }
+    assert "fixed for the context of 128 tokens" in str(said["longrope short"])
+    assert "short factors" in str(said["longrope short"]) and "long factors" in str(said["longrope long"])
