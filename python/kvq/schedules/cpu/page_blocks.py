@@ -39,7 +39,7 @@ class PageBlocks:
         return range(block * count, (block + 1) * count)
 
     def header_bit(self, pool, unit, index: int):
-        """Bit ``index`` of a sealed page's K header, int32."""
+        """Bit ``index`` (int or int64 expression) of a sealed page's K header, int32."""
         layout = self.layout
         if layout.header_in_v_scales:
             token, place = index % self.page, index // self.page
@@ -48,7 +48,8 @@ class PageBlocks:
         else:
             word = pool[(*unit, layout.k_header_offset + index // 32)]
             shift = index % 32
-        return T.cast(T.bitwise_and(T.shift_right(word, T.uint32(shift)), T.uint32(1)), "int32")
+        shifted = T.shift_right(word, T.cast(shift, "uint32"))
+        return T.cast(T.bitwise_and(shifted, T.uint32(1)), "int32")
 
     def load_key_pairs(self, pool, unit, pairs) -> None:
         """Pairs of channels in the order in which a sealed page stores them, where widths are mixed.
@@ -56,14 +57,16 @@ class PageBlocks:
         The pairs of class ``i`` of ``layout.k_classes`` start at ``self.first_pair(i)`` of ``pairs``.
         """
         half = self.dim // 2
-        count = [T.int32(0)] * 3
-        for pair in range(half):
+        count = T.sblock_alloc_buffer((3,), "int32")
+        for i in range(3):
+            put(count, T.int32(self.first_pair(i)), i)
+        with T.serial(half) as pair:
             wider = T.bind(self.header_bit(pool, unit, pair))
-            narrower = T.bind(self.header_bit(pool, unit, half + pair))
+            narrower = T.bind(self.header_bit(pool, unit, pair + half))
             # Stored in all classes, counted in one: the next pair overwrites it in the others.
             for i, own in enumerate((wider, T.int32(1) - wider - narrower, narrower)):
-                put(pairs, T.int32(pair), count[i] + self.first_pair(i))
-                count[i] = T.bind(count[i] + own)
+                put(pairs, T.cast(pair, "int32"), count[i])
+                put(count, count[i] + own, i)
 
     def first_pair(self, index: int) -> int:
         """Where a class starts in the list of pairs; there is room for one pair too many in each."""
