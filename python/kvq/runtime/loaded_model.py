@@ -48,7 +48,12 @@ class LoadedModel:
         self.tensors = library.create_cache(shape)
         layout = self.metadata.layout
         self.cache = PagedKVCache(
-            layout, shape.num_pages, shape.num_open, shape.num_workspace, self.tensors.copy_open
+            layout,
+            shape.num_pages,
+            shape.num_open,
+            shape.num_workspace,
+            self.tensors.copy_open,
+            self.metadata.model.cache_window,
         )
         table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
         meta = self.metadata
