@@ -111,7 +111,7 @@ def _build(
     config: ChatConfig, page_size: int, target: CompileTarget, opt: str, debug_dump: Path | None
 ) -> Any:
     weights, kv = resolve(config.quantization, config.kv_quantization, config.weight_storage)
-    model = fix_rope(config.model, config.context_window_size)
+    model = fix_rope(config.served_model, config.context_window_size)
     row_dtype = kv.row_dtype(weights)
     layout = KVLayout(
         model.num_hidden_layers,
