@@ -23,7 +23,7 @@ from checkpoints import (
 from kvq.errors import CheckpointError, ConfigError, KvqError
 from kvq.loader import open_checkpoint
 from kvq.loader.check import check_tensors
-from kvq.loader.gguf_model import _llama3_factors
+from kvq.loader.gguf_config import llama3_factors
 from kvq.model.parameters import model_parameters
 from tiny_llama import TinyLlama
 
@@ -375,7 +375,7 @@ def test_unused_and_missing_tensors_are_named(tmp_path: Path) -> None:
 # ---- GGUF --------------------------------------------------------------------------------------------
 def test_gguf_of_another_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TinyLlama(seed=1), arch="falcon")
-    assert "unknown architecture 'falcon': known are llama" in refuse(path)
+    assert "unknown architecture 'falcon': known are llama, qwen2" in refuse(path)
 
 
 def test_gguf_in_parts(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_gguf_in_parts(tmp_path: Path) -> None:
 
 
 def test_gguf_llama3_factors(tmp_path: Path) -> None:
-    factors = _llama3_factors(LLAMA3, 10000.0, 64).astype(np.float32)
+    factors = llama3_factors(LLAMA3, 10000.0, 64).astype(np.float32)
     assert factors.min() == 1.0 and factors.max() == 8.0
     path = write_gguf(tmp_path / "m.gguf", TinyLlama(seed=1), extra={"rope_freqs.weight": factors})
     with open_checkpoint(path) as checkpoint:
