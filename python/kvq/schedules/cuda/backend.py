@@ -96,6 +96,14 @@ class CudaKernels:
     def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
         return linear.embedding(n, k, kind)
 
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)
 
