@@ -6,6 +6,8 @@ scheme, prepared for the kernels, and
 - ``matmul(x, permute_dims(w))`` becomes a product with the stored weight: with activations quantized to int8
   per group of 32 where the weight is codes, or exact;
 - ``take(w, ids)`` reads rows of the stored weight;
+- a product of each row with its experts' matrices (:mod:`kvq.model.experts`) becomes one with the stored ones,
+  activations exact;
 - a vector (norm, bias) stays float32.
 
 It also adds one ``prepare_*`` function per kind of stored tensor, which the runtime calls once at load, and
@@ -24,8 +26,11 @@ from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
+from kvq.model.experts import EXPERT_LINEAR
 from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
+
+from .cache_geometry import callee_of
 
 from .rounded_product import RoundedProduct
 from .specialize_rows import MOST_ROWS
@@ -204,6 +209,9 @@ class _Rewriter(PyExprMutator):
             return self.linear(self.visit_expr(call.args[0]), self.transposed[call.args[1]], call.ty)
         if call.op == _TAKE and call.args[0] in self.weights:
             return self.embedding(self.visit_expr(call.args[1]), self.weights[call.args[0]], call.ty)
+        if callee_of(call) == EXPERT_LINEAR:
+            x, weight, experts = call.args[1].fields
+            return self.expert_linear(x, self.weights[weight], experts, call.ty)
         return super().visit_call_(call)
 
     def stored(self, weight: int) -> list[relax.Var]:
@@ -234,6 +242,19 @@ class _Rewriter(PyExprMutator):
         name = RoundedProduct(rounded.name, storage, n, k, limit).kernel_name()
         kernel = self.kernel(name, lambda: rounded.linear(n, k, storage, most_rows=limit))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
+
+    def expert_linear(
+        self, x: relax.Expr, weight: int, experts: relax.Expr, out: relax.TensorType
+    ) -> relax.Expr:
+        x, experts = self.visit_expr(x), self.visit_expr(experts)
+        (rows, k), storage = self.plan.shape(weight), self.plan.storage(weight)
+        top_k, n = int(out.shape[1]), int(out.shape[2])
+        shared = len(x.ty.shape) == 2
+        name = f"expert_linear_{storage}_{rows // n}x{n}x{k}_{top_k}" + ("_shared" if shared else "")
+        kernel = self.kernel(
+            name, lambda: self.backend.expert_linear(n, k, rows // n, top_k, shared, storage)
+        )
+        return relax.call_tir(kernel, [x, *self.stored(weight), experts], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         (n, k), storage = self.plan.shape(weight), self.plan.storage(weight)

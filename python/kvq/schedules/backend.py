@@ -195,6 +195,16 @@ class Kernels(Protocol):
         """Rows of a weight, as float32."""
         ...
 
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        """The likeliest experts of each row, and their weights."""
+        ...
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        """Multiply each row, or each of its ``top_k`` inputs, by the matrices of its experts."""
+        ...
+
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         """Normalize float32 rows."""
         ...

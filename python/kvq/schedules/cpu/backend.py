@@ -15,6 +15,7 @@ from kvq.schedules.backend import AttentionShape, Preparation
 from . import (
     activations,
     embedding,
+    experts,
     kv_append,
     kv_carry,
     kv_seal,
@@ -118,6 +119,14 @@ class CpuKernels:
 
     def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
         return embedding.embedding(n, k, storage)
+
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        return experts.route_experts(num_experts, top_k, normalize)
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.isa)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)
