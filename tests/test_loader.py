@@ -221,7 +221,7 @@ def test_head_dim_defaults_to_hidden_over_heads(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1}, "not used by the model: num_hidden_layers does not fit"),
         ({"attention_bias": True}, "attention_bias or mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized (gptq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "already quantized (fp8)"),
         ({"model_type": "qwen2_moe"}, "unknown architecture 'qwen2_moe'"),
     ],
 )
