@@ -1,4 +1,4 @@
-"""Compiled models with windows: sliding layers beside full ones, and layers that all slide in a small pool."""
+"""Compiled models with windows: sliding layers beside full ones, and all of them in a small pool."""
 
 from __future__ import annotations
 
