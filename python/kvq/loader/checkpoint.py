@@ -247,6 +247,7 @@ def _shards(path: Path) -> tuple[list[Path], Path | None]:
     for pattern, index_name in (
         ("*.safetensors", "model.safetensors.index.json"),
         ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+        ("*.pt", "pytorch_model.pt.index.json"),
     ):
         index = path / index_name
         if index.exists():
@@ -265,7 +266,7 @@ def _shards(path: Path) -> tuple[list[Path], Path | None]:
         if found:
             _refuse_incomplete(found, path)
             return found, None
-    raise CheckpointError(f"{path}: no *.safetensors and no pytorch_model*.bin in this directory")
+    raise CheckpointError(f"{path}: no *.safetensors, pytorch_model*.bin or *.pt in this directory")
 
 
 def _refuse_incomplete(found: list[Path], path: Path) -> None:
