@@ -33,14 +33,19 @@ class FakeModel:
     fail : callable or None
         Called with the requests of each step before it runs; may raise.
     poison : callable or None
-        Whether the logits after these tokens are not finite.
+        Whether the logits after these tokens, as far as the last of them sees them, are not finite.
     """
 
     def __init__(
-        self, context: int = 300, chunk: int = 64, num_open: int = 1, num_pages: int | None = None
+        self,
+        context: int = 300,
+        chunk: int = 64,
+        num_open: int = 1,
+        num_pages: int | None = None,
+        window: int | None = None,
     ) -> None:
         pages = num_pages or context // 32 * num_open
-        self.device = FakeDevice(pages, num_open, chunk // 32 + 1)
+        self.device = FakeDevice(pages, num_open, chunk // 32 + 1, window=window)
         self.cache = self.device.cache
         self.faults = np.zeros(2, np.int64)
         self.steps: list[int] = []

@@ -11,6 +11,7 @@ import tvm
 
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
+from kvq.quantization.storage import STORAGES, PackedRows
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
@@ -78,7 +79,9 @@ class CacheRig:
         self.scratch = self.tensor(
             np.full((max(slots, 1), self.num_heads, layout.head_dim + extra), np.nan, np.float32)
         )
-        self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self._copy_open)
+        self.cache = PagedKVCache(
+            layout, num_pages, num_open, num_workspace, self._copy_open, variant.window
+        )
         pages = [self.cache.pool.allocate() for _ in range(num_pages)]
         for page in self.rng.permutation(pages):  # what is given out next lies scattered
             self.cache.pool.release(int(page))
@@ -214,3 +217,17 @@ class CacheRig:
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
     """Largest error relative to the largest expected magnitude."""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def random_rows(n: int, k: int, storage: str) -> PackedRows:
+    """Rows of a weight with all codes, as ``storage`` keeps them."""
+    kind, rng = STORAGES[storage], np.random.default_rng(n + k)
+    codes = rng.integers(0, 2**kind.bits, (n, k), dtype=np.uint8)
+    codes[0, :2] = 0, 2**kind.bits - 1
+    groups = (n, k // kind.group)
+    scale = (rng.uniform(0.5, 2, groups) * rng.choice([-1, 1], groups) / 2**kind.bits).astype(np.float16)
+    offset = None
+    if kind.offset is not None:
+        zero, minimum = rng.integers(0, 17, groups), rng.standard_normal(groups)
+        offset = (zero if kind.offset == "zero" else minimum).astype(np.float16)
+    return PackedRows(storage, codes, scale, offset)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from cuda_rig import CudaCacheRig, gpu, kernel, tensor
-from kernel_rig import relative_error
+from kernel_rig import random_rows, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
-from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
+from kvq.quantization.storage import STORAGES, pack_codes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no CUDA device")]
 
@@ -33,7 +33,15 @@ ATTENTION = [
     (layout_of(3, 4, 128, 32, heads=2), 4),
     (layout_of(4, 4, 96, 128, heads=2), 2),
 ]
-LINEAR = [(97, 576, "int4"), (64, 1536, "int4"), (70, 192, "float16"), (97, 72, "float32")]
+LINEAR = [
+    (97, 576, "int4"),
+    (97, 576, "int4_min"),
+    (64, 96, "int8_g16"),
+    (97, 576, "int8_min"),
+    (64, 1536, "int4"),
+    (70, 192, "float16"),
+    (97, 72, "float32"),
+]
 ROTARY = [0, 32, 64]
 
 APPEND_LAYOUT = layout_of(None, None, heads=1)
@@ -171,10 +179,11 @@ def test_rope_table_is_accurate_far_from_the_start():
 
 def stored_weight(n_out: int, k: int, kind: str, rng: np.random.Generator):
     """A weight's tensors as stored, and what they stand for."""
+    if STORAGES[kind].bits is not None:
+        rows = random_rows(n_out, k, kind)
+        parts = [pack_codes(rows.codes, STORAGES[kind].bits), rows.scale, rows.offset]
+        return [tensor(x) for x in parts if x is not None], rows.dequantized()
     weight = (rng.standard_normal((n_out, k)) / k**0.5).astype(np.float32)
-    if kind == "int4":
-        stored = quantize_q4f16_1(weight)
-        return [tensor(x) for x in stored], dequantize_q4f16_1(*stored)
     return [tensor(weight.astype(kind))], weight.astype(kind).astype(np.float32)
 
 

@@ -42,7 +42,7 @@ def prepare(directory, name: str, raw: np.ndarray, n: int, k: int) -> np.ndarray
     return run(made, {"raw_ptr": raw, "out_ptr": out}, blocks)["out_ptr"]
 
 
-@pytest.fixture(scope="module", params=weight_fragments.STORAGES)
+@pytest.fixture(scope="module", params=weight_fragments.KINDS)
 def weight(request, tmp_path_factory):
     """Storage, the tensors in the order of fragments, by the names of kernels, and what they stand for."""
     rng = np.random.default_rng(0)
@@ -66,6 +66,12 @@ def execute(made, arrays: dict[str, np.ndarray], rows: int, blocks) -> np.ndarra
     return run(made, {**{name: rows for name in names}, **arrays}, blocks)["out_ptr"]
 
 
+def ends(count: int, residual: bool) -> dict[str, np.ndarray]:
+    """The result's place, and the residual if there is one."""
+    out = {"out_ptr": np.full((count, N_OUT), np.nan, np.float32)}
+    return {**out, "residual_ptr": np.full((count, N_OUT), 0.5, np.float32)} if residual else out
+
+
 def rows(count: int) -> np.ndarray:
     return np.random.default_rng(count).standard_normal((count, K)).astype(np.float16)
 
@@ -76,30 +82,28 @@ def expected(x: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def test_few_rows(weight, tmp_path):
     storage, tensors, values = weight
-    accumulate = storage == "int4"
+    residual = storage == "int4"
     tuning = FewTuning(warps=2, ahead=2)
-    func = linear_few(N_OUT, K, storage, tuning, accumulate)
+    func = linear_few(N_OUT, K, storage, tuning, residual)
     made = program(func, tmp_path / "few", 16, tuning.warps * 32)
     for count in (1, 8, 13):
         x = rows(count)
-        before = np.full((count, N_OUT), 0.5 if accumulate else np.nan, np.float32)
         blocks = [(i, 0) for i in range(weight_fragments.tiles(N_OUT))]
-        out = execute(made, {"x_ptr": x, **tensors, "out_ptr": before}, count, blocks)
-        assert relative_error(out - (0.5 if accumulate else 0), expected(x, values)) < 5e-4
+        out = execute(made, {"x_ptr": x, **tensors, **ends(count, residual)}, count, blocks)
+        assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
 
 
 def test_many_rows(weight, tmp_path):
     storage, tensors, values = weight
-    accumulate = storage != "int4"
-    func = linear_tiles(N_OUT, K, storage, TILES, accumulate)
+    residual = storage != "int4"
+    func = linear_tiles(N_OUT, K, storage, TILES, residual)
     shared_bytes = _Tiles(N_OUT, K, storage, TILES).shared_bytes
     made = program(func, tmp_path / "tiles", shared_bytes, TILES.threads)
     x = rows(ROWS)
-    before = np.full((ROWS, N_OUT), 0.5 if accumulate else np.nan, np.float32)
     columns, lines = -(-N_OUT // TILES.outputs), -(-ROWS // TILES.rows)
     blocks = [(i, j) for j in range(columns) for i in range(lines)]
-    out = execute(made, {"x_ptr": x, **tensors, "out_ptr": before}, ROWS, blocks)
-    assert relative_error(out - (0.5 if accumulate else 0), expected(x, values)) < 5e-4
+    out = execute(made, {"x_ptr": x, **tensors, **ends(ROWS, residual)}, ROWS, blocks)
+    assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
 
 
 def test_rows_of_the_weight(weight, tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvq.errors import CheckpointError
+from kvq.loader import open_checkpoint
+from kvq.loader.check import check_tensors
+from kvq.model.parameters import model_parameters
 from test_golden_logits import TOLERANCE, build, run
-from tiny_families import FAMILY_CASES, golden
+from tiny_families import FAMILY_CASES, TinyFamily, golden
 
 
 @pytest.mark.parametrize("name", FAMILY_CASES)
@@ -19,3 +24,60 @@ def test_logits(name: str, build_cache: Path, tmp_path: Path) -> None:
     for chunks in ([case.tokens], [case.tokens // 2 - 6, 1, 1, 64]):
         found = run(model, expected["tokens"], chunks)[expected["rows"]]
         assert np.abs(found - expected["logits"]).max() < TOLERANCE
+
+
+def test_weights_in_four_bits(build_cache: Path, tmp_path: Path) -> None:
+    """Norms of 1 + w and scaled, tied embeddings: the error is that of four bits, not of a mistake."""
+    case, (expected, shapes) = FAMILY_CASES["gemma2"], golden("gemma2")
+    model = build(case.write(tmp_path, shapes), "q4f16_1", "int4", build_cache, context=case.tokens)
+    found = run(model, expected["tokens"], [100, 1, 49])[expected["rows"]]
+    error = np.sqrt(np.square(found - expected["logits"]).mean()) / expected["logits"].std()
+    assert 0.01 < error < 0.3
+
+
+def check(case: TinyFamily, shapes: dict[str, tuple[int, ...]], directory: Path) -> str | None:
+    """What is said of a checkpoint with these tensors, if anything."""
+    with open_checkpoint(case.write(directory, shapes)) as checkpoint:
+        try:
+            check_tensors(checkpoint, model_parameters(checkpoint.config))
+        except CheckpointError as error:
+            return str(error)
+    return None
+
+
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_tied_or_not_and_with_or_without_a_head(name: str, tmp_path: Path) -> None:
+    case, (_, shapes) = FAMILY_CASES[name], golden(name)
+    bare = {tensor: shape for tensor, shape in shapes.items() if tensor != "lm_head.weight"}
+    headed = {**bare, "lm_head.weight": shapes["model.embed_tokens.weight"]}
+    for tied in (True, False):
+        one = replace(case, keys={**case.keys, "tie_word_embeddings": tied})
+        assert check(one, headed, tmp_path) is None
+        said = check(one, bare, tmp_path)
+        assert said is None if tied else "lm_head.weight is missing" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("qwen2", {"model_type": "mistral"}, "not used by the model: attention_bias"),
+        (
+            "qwen3",
+            {"model_type": "mistral"},
+            "k_norm.weight and 1 more are not used by the model: model_type",
+        ),
+        ("olmo2", {"model_type": "mistral"}, "model_type names another family"),
+        ("phi3", {"model_type": "mistral"}, "model_type names another family"),
+        ("mixtral", {"num_local_experts": 6}, "experts.5.w1.weight"),
+        ("qwen3_moe", {"mlp_only_layers": []}, "layers have them"),
+        ("qwen3_moe", {"moe_intermediate_size": 32}, "makes it [32, 96] (moe_intermediate_size 32"),
+        ("gemma3", {"head_dim": 64}, "q_proj.weight has shape [192, 96]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    name: str, changes: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    case, (_, shapes) = FAMILY_CASES[name], golden(name)
+    model_type = str(changes.get("model_type", case.model_type))
+    said = check(TinyFamily(model_type, {**case.keys, **changes}), shapes, tmp_path)
+    assert said is not None and expected in said and "\n" not in said

@@ -64,7 +64,15 @@ def inspection() -> Inspection:
     words = seal_unit(k.astype(np.float16), sanitize(v @ hadamard(64)), layout)
     format_k, format_v = through_format(k, v, layout)
     return Inspection(
-        layout, np.arange(64, dtype=np.int32), 10, unpack_unit(words, layout), k, v, format_k, format_v
+        layout,
+        np.arange(64, dtype=np.int32),
+        10,
+        unpack_unit(words, layout),
+        k,
+        v,
+        format_k,
+        format_v,
+        (None,),
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_rig import build, relative_error, tensor
+from kernel_rig import build, random_rows, relative_error, tensor
 from kvq.compiler.target import cpu_target
 from kvq.passes.lower_weights import WeightPlan
-from kvq.quantization.storage import STORAGES, PackedRows, pack_codes
+from kvq.quantization.storage import STORAGES, pack_codes
 from kvq.schedules.cpu import activations, embedding, linear, linear_q8, weight_blocks
 from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
 from kvq.schedules.cpu.vector import CpuIsa
@@ -22,20 +22,6 @@ def empty(*shape: int, dtype: str = "float32"):
 
 
 KINDS = [name for name, kind in STORAGES.items() if kind.bits is not None]
-
-
-def random_rows(n: int, k: int, storage: str) -> PackedRows:
-    """Rows of a weight with all codes, as ``storage`` keeps them."""
-    kind, rng = STORAGES[storage], np.random.default_rng(n + k)
-    codes = rng.integers(0, 2**kind.bits, (n, k), dtype=np.uint8)
-    codes[0, :2] = 0, 2**kind.bits - 1
-    groups = (n, k // kind.group)
-    scale = (rng.uniform(0.5, 2, groups) * rng.choice([-1, 1], groups) / 2**kind.bits).astype(np.float16)
-    offset = None
-    if kind.offset is not None:
-        zero, minimum = rng.integers(0, 17, groups), rng.standard_normal(groups)
-        offset = (zero if kind.offset == "zero" else minimum).astype(np.float16)
-    return PackedRows(storage, codes, scale, offset)
 
 
 class Weight:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import random
 import zipfile
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from checkpoints import (
 from kvq.errors import CheckpointError, ConfigError, KvqError
 from kvq.loader import open_checkpoint
 from kvq.loader.check import check_tensors
-from kvq.loader.gguf_model import _llama3_factors
+from kvq.loader.gguf_config import llama3_factors
 from kvq.model.parameters import model_parameters
 from tiny_llama import TinyLlama
 
@@ -132,6 +131,13 @@ def test_tied_embeddings_stored_as_lm_head(tmp_path: Path) -> None:
         np.testing.assert_array_equal(checkpoint.tensor("model.embed_tokens.weight"), embeddings)
 
 
+def test_a_file_of_torch_by_its_other_name(tmp_path: Path) -> None:
+    path = write_tiny_llama(tmp_path, fmt="bin")
+    (path / "pytorch_model.bin").rename(path / "model.pt")
+    with open_checkpoint(path) as checkpoint:
+        check_tensors(checkpoint, model_parameters(checkpoint.config))
+
+
 def test_neither_embeddings_nor_head(tmp_path: Path) -> None:
     tensors = TinyLlama(seed=3).tensors()
     del tensors["model.embed_tokens.weight"]
@@ -221,7 +227,7 @@ def test_head_dim_defaults_to_hidden_over_heads(tmp_path: Path) -> None:
         ({"num_hidden_layers": 1}, "not used by the model: num_hidden_layers does not fit"),
         ({"attention_bias": True}, "attention_bias or mlp_bias"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "already quantized (gptq)"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "already quantized (fp8)"),
         ({"model_type": "qwen2_moe"}, "unknown architecture 'qwen2_moe'"),
     ],
 )
@@ -270,7 +276,7 @@ def test_missing_paths(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     assert "config.json: not valid JSON" in refuse(tmp_path)
     write_json(tmp_path / "config.json", TinyLlama(seed=1).config())
-    assert "no *.safetensors and no pytorch_model*.bin" in refuse(tmp_path)
+    assert "no *.safetensors, pytorch_model*.bin or *.pt" in refuse(tmp_path)
 
 
 @pytest.mark.parametrize("fmt", ["safetensors", "bin"])
@@ -291,36 +297,6 @@ def test_truncated_files(tmp_path: Path, fmt: str, kept: float) -> None:
     data = file.read_bytes()
     file.write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
     assert file.name in refuse(path)
-
-
-@pytest.mark.parametrize("fmt", ["safetensors", "bin", "gguf"])
-def test_damaged_bytes_give_one_line_or_other_numbers(tmp_path: Path, fmt: str) -> None:
-    path = write_tiny_llama(tmp_path, fmt=fmt, vocab_size=300, num_layers=1)
-    file = path if path.is_file() else next(p for p in path.glob(f"*.{fmt}"))
-    data = file.read_bytes()
-    # The tables: at the end of a zip, behind the metadata of a GGUF, at the start of a safetensors file.
-    spans = {
-        "safetensors": [(0, 2000)],
-        "bin": [(0, 3000), (-1200, 0)],
-        "gguf": [(0, 700), (7000, 9000)],
-    }[fmt]
-    refused = 0
-    for seed in range(150):
-        rng = random.Random(seed)
-        low, high = rng.choice(spans)
-        damaged = bytearray(data)
-        for _ in range(rng.choice([1, 1, 4])):
-            damaged[rng.randrange(low, high)] = rng.choice([0, 1, 0x7F, 0xFF, rng.randrange(256)])
-        file.write_bytes(damaged)
-        try:
-            with open_checkpoint(path) as checkpoint:
-                check_tensors(checkpoint, model_parameters(checkpoint.config))
-                for name in checkpoint.tensor_names():
-                    checkpoint.tensor(name)
-        except KvqError as error:
-            refused += 1
-            assert "\n" not in str(error)
-    assert refused > 20
 
 
 def test_safetensors_with_a_wrong_table(tmp_path: Path) -> None:
@@ -375,7 +351,7 @@ def test_unused_and_missing_tensors_are_named(tmp_path: Path) -> None:
 # ---- GGUF --------------------------------------------------------------------------------------------
 def test_gguf_of_another_architecture(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", TinyLlama(seed=1), arch="falcon")
-    assert "unknown architecture 'falcon': known are llama" in refuse(path)
+    assert "unknown architecture 'falcon': known are llama, qwen2" in refuse(path)
 
 
 def test_gguf_in_parts(tmp_path: Path) -> None:
@@ -384,7 +360,7 @@ def test_gguf_in_parts(tmp_path: Path) -> None:
 
 
 def test_gguf_llama3_factors(tmp_path: Path) -> None:
-    factors = _llama3_factors(LLAMA3, 10000.0, 64).astype(np.float32)
+    factors = llama3_factors(LLAMA3, 10000.0, 64).astype(np.float32)
     assert factors.min() == 1.0 and factors.max() == 8.0
     path = write_gguf(tmp_path / "m.gguf", TinyLlama(seed=1), extra={"rope_freqs.weight": factors})
     with open_checkpoint(path) as checkpoint:

@@ -27,9 +27,16 @@ GREEDY = SamplingParams(temperature=0)
 class Rig:
     """A scheduler without a model: steps commit at once, and every finished prompt draws token 7."""
 
-    def __init__(self, pages: int = 20, num_open: int = 4, rows: int = 64, prefix: bool = True) -> None:
-        self.cache = PagedKVCache(KVLayout(1, 2, 64, page_size=P), pages, num_open, 3)
-        tree = PrefixCache(self.cache.pool, P) if prefix else None
+    def __init__(
+        self,
+        pages: int = 20,
+        num_open: int = 4,
+        rows: int = 64,
+        prefix: bool = True,
+        window: int | None = None,
+    ) -> None:
+        self.cache = PagedKVCache(KVLayout(1, 2, 64, page_size=P), pages, num_open, 3, window=window)
+        tree = PrefixCache(self.cache.pool, P, window is not None) if prefix else None
         self.scheduler = Scheduler(self.cache, rows, tree)
         self.jobs = 0
 
@@ -134,6 +141,37 @@ def test_a_page_that_two_jobs_computed_is_kept_once() -> None:
     assert rig.cache.pool.num_idle == 0 and rig.cache.pool.num_free == 20 - 7
 
 
+def test_pages_that_every_layer_has_left_behind_serve_others() -> None:
+    """A window of 70 tokens lies in at most four pages, whatever a prompt and its answer are long."""
+    rig = Rig(pages=8, rows=64, window=70)
+    job, steps = rig.add(20 * P, 1), 0
+    while len(job.tokens) < 30 * P:
+        rig.step()
+        steps += 1
+        assert len(rig.cache.sequence(job.id).pages) <= 3
+    assert rig.cache.pool.peak_used <= 3 + 2 and steps == 10 + 10 * P - 1
+
+
+def test_a_prefix_whose_first_pages_are_idle_is_found_until_they_are_evicted() -> None:
+    rig = Rig(pages=12, rows=64, window=70)
+    a = rig.add(8 * P, 1)
+    for _ in range(4):
+        rig.step()
+    assert rig.cache.sequence(a.id).first_page == 5 and rig.cache.pool.num_idle == 5
+    b = rig.add(8 * P + 1, 1)
+    rig.step()
+    assert b.hit_tokens == 8 * P and rig.cache.sequence(b.id).first_page == 5
+    assert rig.scheduler.prefix is not None
+    rig.scheduler.prefix.evict(1)  # the last of the idle ones: what is behind it can no longer be found
+    rig.scheduler.check_integrity()
+    assert len(rig.scheduler.prefix.match(b.tokens)) == 4
+    while len(b.tokens) < 11 * P:
+        rig.step()
+    assert len(rig.scheduler.prefix.match(b.tokens)) == 4
+    rig.scheduler.clear()
+    assert rig.cache.num_free_pages == 12
+
+
 # ---- the state machine --------------------------------------------------------------------------
 class EngineMachine(RuleBasedStateMachine):
     """Requests come, go and compete for a pool that holds few of them."""
@@ -143,9 +181,11 @@ class EngineMachine(RuleBasedStateMachine):
         num_open=st.integers(1, 5),
         chunk=st.sampled_from([1, 7, 33, 64]),
         prefix=st.booleans(),
+        window=st.sampled_from([None, None, 20, P, P + 1, 70]),
     )
-    def build(self, pages: int, num_open: int, chunk: int, prefix: bool) -> None:
-        self.model = FakeModel(300, chunk, num_open, pages)
+    def build(self, pages: int, num_open: int, chunk: int, prefix: bool, window: int | None) -> None:
+        self.model = FakeModel(300, chunk, num_open, pages, window)
+        self.window = window
         self.core = fake_core(self.model, 300, chunk, prefix_cache=prefix)
         self.live: dict[int, Request] = {}
         self.drawn: dict[int, list[int]] = {}
@@ -165,7 +205,8 @@ class EngineMachine(RuleBasedStateMachine):
         prompt = [35] * shared + [kind] * (own if shared or own else 1)
         sampling = SamplingParams(temperature=temperature, seed=kind)
         request = Request(prompt, sampling, max_tokens=tokens)
-        if (len(prompt) + tokens - 1) // P > self.model.cache.pool.num_pages:
+        endless = self.window is not None and (self.window + P - 2) // P < self.model.cache.pool.num_pages
+        if (len(prompt) + tokens - 1) // P > self.model.cache.pool.num_pages and not endless:
             with pytest.raises(ConfigError, match=r"exceed the \d+ tokens that the KV cache holds"):
                 self.core.add(request)
             return
@@ -213,18 +254,22 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def poison(self, data: st.DataObject) -> None:
-        """Logits that are not finite end one request."""
+        """Logits that are not finite end one request, and whoever's next token sees the same."""
         index = data.draw(st.sampled_from(sorted(self.live)))
-        tokens = [*self.live[index].prompt, *self.drawn[index]]
+        tokens = self.seen(index)
         self.model.poison = lambda seen: seen == tokens
         for output, piece in self.core.step():
             if piece.finish_reason == "error":
-                assert [*self.live[output].prompt, *self.drawn[output]] == tokens
+                assert self.seen(output) == tokens
                 assert piece.error == "the model's logits are not finite"
                 del self.live[output]
             else:
                 self.take(output, piece)
         self.model.poison = None
+
+    def seen(self, index: int) -> list[int]:
+        """What the last token of a request sees."""
+        return [*self.live[index].prompt, *self.drawn[index]][-(self.window or 0) :]
 
     def step(self) -> None:
         for index in self.live:
@@ -244,7 +289,7 @@ class EngineMachine(RuleBasedStateMachine):
     def finish(self, index: int, request: Request, piece: Piece) -> None:
         drawn = self.drawn[index]
         assert piece.finish_reason == "length" and len(drawn) == request.max_tokens
-        assert drawn == solo(request)
+        assert drawn == solo(request, self.window)
         assert piece.stats is not None and piece.stats.completion_tokens == len(drawn)
         assert self.age[index] <= self.ahead[index] + len(request.prompt) + len(drawn)
         del self.live[index]
@@ -274,12 +319,12 @@ class EngineMachine(RuleBasedStateMachine):
 _SOLO: dict[Any, list[int]] = {}
 
 
-def solo(request: Request) -> list[int]:
+def solo(request: Request, window: int | None) -> list[int]:
     """The tokens of a request that has an engine for itself."""
-    key = (tuple(request.prompt), request.sampling.temperature, request.sampling.seed)
+    key = (tuple(request.prompt), request.sampling.temperature, request.sampling.seed, window)
     known = _SOLO.get(key, [])
     if len(known) < (request.max_tokens or 0):
-        core = fake_core(FakeModel(300, 64, 1), prefix_cache=False)
+        core = fake_core(FakeModel(300, 64, 1, window=window), prefix_cache=False)
         core.add(Request(request.prompt, request.sampling, max_tokens=60))
         known = []
         while core.has_work:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,12 +187,10 @@ def run(path: Path, quantization: str | None, opt: str, cache: Path) -> tuple[Lo
 
 
 def test_compiled_logits_are_those_of_the_dequantized_weights(tmp_path: Path, build_cache: Path) -> None:
-    path = write_gguf(tmp_path / "mixed.gguf", TINY, "Q4_1", dtypes=MIXED)
+    path = write_gguf(tmp_path / "mixed.gguf", replace(TINY, num_layers=1), "Q4_1", dtypes=MIXED)
     _, exact = run(path, "q0f32", "O1", build_cache)
     model, kept = run(path, None, "O1", build_cache)
     assert model.metadata.quantization == "source"
     assert np.abs(kept - exact).max() < 2e-5 * np.abs(exact).max()
     _, quantized = run(path, None, "O2", build_cache)
     assert np.abs(quantized - exact).max() < 0.05 * np.abs(exact).max()
-    _, again = run(path, "q4f16_1", "O1", build_cache)
-    assert np.abs(again - exact).max() > 0.1 * np.abs(exact).max()  # a second rounding would show

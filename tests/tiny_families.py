@@ -109,17 +109,30 @@ _LONGROPE = {
     "long_factor": [1.5 + 0.5 * i for i in range(6)],
 }
 
-#: One entry a family, more where a family has a variant that another path serves.
+#: One entry a family; Llama's are in ``tiny_llama.py``.
 FAMILY_CASES: dict[str, TinyFamily] = {
-    "llama": TinyFamily(
-        "llama", {"head_dim": 32, "rms_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True}
-    ),
     "mistral": TinyFamily("mistral", {"head_dim": 32, "rms_norm_eps": 1e-5, "sliding_window": 70}),
+    "mixtral": TinyFamily(
+        "mixtral",
+        {"rms_norm_eps": 1e-5, "sliding_window": None, "num_local_experts": 5, "num_experts_per_tok": 2},
+    ),
     "qwen2": TinyFamily(
         "qwen2",
         {"rms_norm_eps": 1e-6, "use_sliding_window": True, "sliding_window": 70, "max_window_layers": 1},
     ),
     "qwen3": TinyFamily("qwen3", {"head_dim": 32, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}),
+    "qwen3_moe": TinyFamily(
+        "qwen3_moe",
+        {
+            "head_dim": 32,
+            "rms_norm_eps": 1e-6,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 64,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [0],
+        },
+    ),
     "gemma": TinyFamily("gemma", {**_GEMMA}, norm_mean=0.0),
     "gemma2": TinyFamily(
         "gemma2",

@@ -150,6 +150,12 @@ class ModelConfig(BaseModel):
             for sliding, rotates in zip(slides, self.rope_layers or (True,) * count, strict=True)
         )
 
+    @property
+    def cache_window(self) -> int | None:
+        """Tokens that a row sees in any layer, where every layer slides; None: all before it."""
+        windows = [layer.window for layer in self.layer_attention]
+        return None if None in windows else self.sliding_window
+
     @model_validator(mode="after")
     def _check(self) -> ModelConfig:
         if self.num_attention_heads % self.num_key_value_heads:
@@ -191,7 +197,8 @@ class ChatConfig(BaseModel):
     """The content of ``mlc-chat-config.json``: MLC-LLM's fields and kvq's own after them.
 
     The JSON key ``model_config`` is the attribute ``model`` (pydantic keeps the other name to itself).
-    Sizes are in tokens; -1 for a window means none.
+    Sizes are in tokens. A ``sliding_window_size`` other than -1 makes every layer of a model without windows
+    slide; -1 leaves a model as it is.
     """
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, protected_namespaces=())
@@ -227,6 +234,31 @@ class ChatConfig(BaseModel):
     chat_template: str | None = None
     stop_token_ids: list[int] = Field(default_factory=list)
     stop_strings: list[str] = Field(default_factory=list)
+
+    @property
+    def served_model(self) -> ModelConfig:
+        """The model that is compiled: with the window of ``sliding_window_size``, if there is one."""
+        if self.sliding_window_size == -1:
+            return self.model
+        return self.model.model_copy(update={"sliding_window": self.sliding_window_size, "layer_types": None})
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> ChatConfig:
+        window, own = self.sliding_window_size, self.model.sliding_window
+        if window != -1 and window < 1:
+            raise ValueError(
+                f"sliding_window_size must be -1 (none beside the model's own) or positive, not {window}"
+            )
+        if window != -1 and own is not None and self.model.cache_window != window:
+            raise ValueError(
+                f"sliding_window_size {window} contradicts the model's own window of {own} tokens: use -1"
+            )
+        if self.attention_sink_size > 0:
+            raise ValueError(
+                f"attention_sink_size {self.attention_sink_size} is not supported: a window keeps no first "
+                "tokens, use -1"
+            )
+        return self
 
     @classmethod
     def load(cls, path: str | Path) -> ChatConfig:

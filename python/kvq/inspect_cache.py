@@ -44,6 +44,8 @@ class Inspection:
         float32 ``[page, layer, head, page_size, head_dim]`` of the unquantized cache; V not rotated.
     format_k, format_v : numpy.ndarray
         The same after a trip through the format.
+    windows : tuple of int or None
+        Tokens that each layer sees; None: all.
     """
 
     layout: KVLayout
@@ -54,6 +56,7 @@ class Inspection:
     exact_v: np.ndarray
     format_k: np.ndarray
     format_v: np.ndarray
+    windows: tuple[int | None, ...]
 
     @property
     def served_k(self) -> np.ndarray:
@@ -175,6 +178,7 @@ def inspect_prompt(
         exact_v=exact["v"],
         format_k=format_k,
         format_v=format_v,
+        windows=tuple(layer.window for layer in quantized.metadata.model.layer_attention),
     )
 
 

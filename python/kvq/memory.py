@@ -16,7 +16,7 @@ from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.quantization.scheme import KVQuantization, WeightScheme
 from kvq.quantization.weights import stored_parameters
-from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, scratch_bytes
+from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, most_pages, scratch_bytes
 
 #: Rows of a weight matrix that the kernels keep together.
 ROW_BLOCK = 16
@@ -175,7 +175,8 @@ def plan_memory(
     model_config, weight_scheme, kv
         The model and its schemes.
     context_window_size, max_batch_size : int
-        Tokens of a sequence, and sequences at once; the pool holds all of them in full.
+        Tokens of a sequence, and sequences at once; the pool holds all of them in full, or as much of them as
+        later rows see where every layer slides.
     prefill_chunk_size : int
         Most rows of a step.
 
@@ -190,6 +191,7 @@ def plan_memory(
         context_window_size=context_window_size,
         max_batch_size=max_batch_size,
         prefill_chunk_size=prefill_chunk_size,
+        window=model_config.cache_window,
     )
     return plan_cache(
         model_config,
@@ -245,8 +247,10 @@ def fit_cache(
             f"--max-num-sequence {max_num_sequence} is outside 1 .. {max_batch_size}, which the library was "
             "compiled for"
         )
-    context_pages = layout.pages_for(context_window_size)
-    typical_pages = layout.pages_for(min(context_window_size, TYPICAL_TOKENS))
+    context_pages, typical_pages = (
+        most_pages(layout.page_size, model.cache_window, tokens, prefill_chunk_size)
+        for tokens in (context_window_size, min(context_window_size, TYPICAL_TOKENS))
+    )
 
     def planned(sequences: int, pages: int) -> tuple[CacheShape, MemoryPlan]:
         shape = CacheShape.for_limits(

@@ -91,7 +91,8 @@ def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path
         r'^extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(([^)]*)\) \{', source, re.M
     )
     assert found is not None, "no kernel"
-    body = source[found.end() :].replace("extern __shared__ __align__(128) uchar shared_ptr[];", "")
+    body = source[found.end() :]
+    body = re.sub(r"extern __shared__ __align__\(128\) uchar (\w+)\[\];", r"uchar* \1 = simt::shared;", body)
     body = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", body)
     names = [p.split()[-1] for p in found[2].split(",")]
     types = [" ".join(p.replace("__restrict__", "").split()[:-1]) for p in found[2].split(",")]
@@ -111,10 +112,8 @@ def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path
     program = f"""#include "{_HEADER}"
 {_ASM.sub(_translate, helpers)}
 {declared}
-#define shared_ptr simt::shared
 static void entry() {{
 {body}
-#undef shared_ptr
 int main(int argc, char** argv) {{
   int i = 1;
 {chr(10).join(reads)}

@@ -30,6 +30,7 @@ struct alignas(16) uint4 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline half __float2half_rn(float x) { return half(x); }
 
 #define CUDART_INF_F INFINITY

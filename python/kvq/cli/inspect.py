@@ -91,12 +91,17 @@ def _print_layers(found: Inspection) -> None:
         relative_error(found.format_v, found.exact_v, (0, 2, 3, 4)),
         relative_error(found.served_v, found.exact_v, (0, 2, 3, 4)),
     ]
+    slides = any(window is not None for window in found.windows)
     print_table(
         "relative RMS error: of the format alone, and as served (with the drift from the layers below)",
-        ["layer", "K format", "K served", "V format", "V served"],
+        ["layer", *(["sees"] if slides else []), "K format", "K served", "V format", "V served"],
         [
-            [str(layer), *(f"{100 * column[layer]:.2f}%" for column in columns)]
-            for layer in range(found.exact_k.shape[1])
+            [
+                str(layer),
+                *(["all" if window is None else f"{window:,} tokens"] if slides else []),
+                *(f"{100 * column[layer]:.2f}%" for column in columns),
+            ]
+            for layer, window in enumerate(found.windows)
         ],
     )
 

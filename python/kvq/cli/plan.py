@@ -59,11 +59,14 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
     from kvq.gen_config import DEFAULT_BATCH
     from kvq.memory import fit_cache, kv_layout, parse_size, plan_memory
+    from kvq.runtime.cache_shape import unread_bytes
 
     model, weights, kv = _find(args.model, args.quantization, args.kv_quantization)
     context = args.context_window_size or model.max_position_embeddings
     plan = plan_memory(model, weights, kv, context, args.batch, args.prefill_chunk_size)
     fields: dict[str, Any] = plan.to_dict()
+    windows = [layer.window for layer in model.layer_attention]
+    fields["kv_unread_bytes"] = args.batch * unread_bytes(kv_layout(model, weights, kv), windows, context)
     budget = parse_size(args.memory) if args.memory else None
     if budget is not None:
         plan.check(budget)
@@ -114,7 +117,7 @@ def _find(
         config = ChatConfig.load(path)
         if quantization is None:
             quantization, kv = config.quantization, kv or config.kv_quantization
-        return config.model, *resolve(quantization, kv, config.weight_storage)
+        return config.served_model, *resolve(quantization, kv, config.weight_storage)
     with open_checkpoint(path) as checkpoint:
         return checkpoint.config, *resolve_for(checkpoint, quantization, kv)
 
@@ -158,6 +161,11 @@ def _print(title: str, fields: dict[str, Any]) -> None:
     rows = [[label, format_bytes(fields[name]), f"{fields[name]:,}"] for name, label in names.items()]
     print_table(title, ["", "size", "bytes"], rows)
     print(f"{fields['bits_per_value']:.3f} bits per cached value, scales included")
+    if fields["kv_unread_bytes"]:
+        print(
+            f"{format_bytes(fields['kv_unread_bytes'])} of the sealed pages lie before the windows of the "
+            "sliding layers, unread: they stay because other layers see the whole context"
+        )
     if "max_sequences" in fields:
         print(f"fits: {fields['max_tokens']:,} tokens in all, or {fields['max_sequences']} full sequences")
         print(

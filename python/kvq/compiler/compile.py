@@ -23,10 +23,10 @@ from kvq.quantization.scheme import resolve
 from kvq.quantization.weights import stored_parameters
 
 from .link import link_shared
-from .target import CompileTarget, target_for
+from .target import EXACT_LEVELS, CompileTarget, target_for
 
 #: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
-#: activations; O2 int8 activations; O3 as O2 (nothing more to gain yet).
+#: activations; O2 activations in int8, on CUDA in fp16; O3 as O2 (nothing more to gain yet).
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
 #: Tokens of a page.
 PAGE_SIZE = 64
@@ -111,7 +111,7 @@ def _build(
     config: ChatConfig, page_size: int, target: CompileTarget, opt: str, debug_dump: Path | None
 ) -> Any:
     weights, kv = resolve(config.quantization, config.kv_quantization, config.weight_storage)
-    model = fix_rope(config.model, config.context_window_size)
+    model = fix_rope(config.served_model, config.context_window_size)
     row_dtype = kv.row_dtype(weights)
     layout = KVLayout(
         model.num_hidden_layers,
@@ -147,6 +147,7 @@ def _build(
             "tile_rows": shape.tile_rows,
             "decode": asdict(shape.decode) if shape.decode else None,
         },
+        "row_limits": list(target.kernels.row_limits),
         "context_window_size": config.context_window_size,
         "prefill_chunk_size": config.prefill_chunk_size,
         "max_batch_size": config.max_batch_size,
@@ -161,7 +162,7 @@ def _build(
         page_size=page_size,
         row_dtype=row_dtype,
         weights=plan,
-        exact=opt in ("O0", "O1"),
+        exact=opt in EXACT_LEVELS,
         kernels=target.kernels,
         metadata=metadata,
     )

@@ -27,6 +27,8 @@ _VNNI512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
 DEFAULT_CUDA_ARCHS = ("sm_80", "sm_89", "sm_90")
 #: Devices that ``--device`` knows.
 DEVICES = ("cpu", "cuda")
+#: Optimization levels whose products take activations as they are.
+EXACT_LEVELS = ("O0", "O1")
 
 
 class CompileTarget(Protocol):
@@ -139,9 +141,12 @@ class CudaTarget:
     ----------
     archs : tuple of str
         Architectures with machine code in the library, oldest first.
+    tensor_cores : bool
+        Whether products round activations to fp16.
     """
 
     archs: tuple[str, ...]
+    tensor_cores: bool = False
 
     features = ()
 
@@ -149,7 +154,7 @@ class CudaTarget:
     def kernels(self) -> Kernels:
         from kvq.schedules.cuda.backend import CudaKernels
 
-        return CudaKernels(self.archs)
+        return CudaKernels(self.archs, self.tensor_cores)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -185,7 +190,7 @@ class CudaTarget:
         return pack_imports(self.archs)
 
 
-def cuda_target(archs: str | None = None) -> CudaTarget:
+def cuda_target(archs: str | None = None, tensor_cores: bool = False) -> CudaTarget:
     """The GPUs of ``--cuda-arch``; by default those of this machine, or :data:`DEFAULT_CUDA_ARCHS`.
 
     Raises
@@ -194,7 +199,7 @@ def cuda_target(archs: str | None = None) -> CudaTarget:
         For a name that is no architecture, or one without the instructions the kernels need.
     """
     if archs is None:
-        return CudaTarget(cuda_archs() or DEFAULT_CUDA_ARCHS)
+        return CudaTarget(cuda_archs() or DEFAULT_CUDA_ARCHS, tensor_cores)
     found: dict[str, int] = {}
     for name in archs.split(","):
         matched = re.fullmatch(r"sm_(\d{2,3})[af]?", name.strip())
@@ -204,7 +209,7 @@ def cuda_target(archs: str | None = None) -> CudaTarget:
                 f"e.g. {','.join(DEFAULT_CUDA_ARCHS)}"
             )
         found[name.strip()] = int(matched.group(1))
-    return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))))
+    return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))), tensor_cores)
 
 
 def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTarget:
@@ -219,7 +224,7 @@ def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTa
         known = " and ".join(repr(name) for name in DEVICES)
         raise CompileError(f"--device {device!r} cannot be compiled for: this version has {known}")
     if device == "cuda":
-        return cuda_target(cuda_arch)
+        return cuda_target(cuda_arch, tensor_cores=opt not in EXACT_LEVELS)
     if cuda_arch is not None:
         raise CompileError("--cuda-arch goes with --device cuda")
     return cpu_target(opt)

@@ -72,7 +72,8 @@ class EngineCore:
         self.context_window_size = context_window_size
         self.vocab_size = vocab_size
         cache = model.cache
-        self.prefix = PrefixCache(cache.pool, cache.page_size) if prefix_cache else None
+        releases = cache.window is not None
+        self.prefix = PrefixCache(cache.pool, cache.page_size, releases) if prefix_cache else None
         rows = max(prefill_chunk_size, cache.open_pages.num_open)
         self.scheduler = Scheduler(cache, rows, self.prefix)
         self.last_request = RequestStats()
@@ -306,7 +307,8 @@ class EngineCore:
 
     def _most_tokens(self) -> int:
         """Most tokens of a sequence that has the pool for itself; the last one drawn need not run."""
-        return self.model.cache.capacity + self.model.cache.page_size
+        longest = self.model.cache.longest_sequence
+        return self.context_window_size if longest is None else longest + self.model.cache.page_size
 
     def check_integrity(self) -> None:
         """Compare requests, jobs, sequences and pages; raises CacheError. Does not modify anything."""

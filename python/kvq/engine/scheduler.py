@@ -10,7 +10,9 @@ prefills (its prompt, or after a preemption everything), and a step mixes both.
 - **Pages.** The head of the queue is admitted when an open page is free and the pool, idle pages of the
   prefix cache included, has room for its tokens, what the running jobs still prefill, and a page for
   each of these to grow. A running job that finds no page takes those of the latest job, which goes back
-  to the head of the queue and is computed again later; the latest job itself waits a step.
+  to the head of the queue and is computed again later; the latest job itself waits a step. Where all
+  layers slide, a job has only the pages that its next rows see: the others are released after each step,
+  when the prefix cache has seen them.
 
 So the oldest job always runs, and alone it fits (``EngineCore.check`` sees to that): it ends after as many
 steps as it has tokens at most, then the next one is the oldest. Nobody waits for ever.
@@ -121,10 +123,13 @@ class Scheduler:
         return step.shares
 
     def ran(self, shares: list[tuple[Job, int]]) -> None:
-        """A step has run: pages that its prefills sealed can serve others from now on."""
+        """A step has run: pages that its prefills sealed can serve others, and those left behind are free."""
         for job, count in shares:
-            if count > 1 or self.pending(job):
+            unseen = self.cache.unseen_pages(job.id)
+            if count > 1 or self.pending(job) or unseen:
                 self._publish(job)
+            if unseen:
+                self.cache.release_unseen(job.id)
 
     def clear(self) -> None:
         """Drop all jobs and everything in the prefix cache."""
@@ -150,8 +155,9 @@ class Scheduler:
         found = self.prefix.match(job.tokens) if self.prefix is not None else []
         if self._is_being_computed(job, len(found)):
             return False
-        woken = sum(cache.pool.references(page) == 1 for page in found)
-        missing = len(job.tokens) // cache.page_size - len(found)
+        taken = found[cache.first_page_seen(len(found) * cache.page_size) :]
+        woken = sum(cache.pool.references(page) == 1 for page in taken)
+        missing = max(0, cache.most_pages(len(job.tokens), self.max_rows) - len(taken))
         left = cache.pool.num_available - promised - woken - missing
         if self.running and left <= len(self.running):
             return False
@@ -187,7 +193,8 @@ class Scheduler:
     def _publish(self, job: Job) -> None:
         """Give the prefix cache a job's sealed pages; the job lists the tree's where it has them already."""
         if self.prefix is not None:
-            pages = self.prefix.insert(job.tokens, self.cache.sequence(job.id).pages)
+            sequence = self.cache.sequence(job.id)
+            pages = self.prefix.insert(job.tokens, sequence.pages, sequence.first_page)
             self.cache.replace_pages(job.id, pages)
 
 
@@ -234,6 +241,8 @@ class _Step:
 
     def promised(self) -> int:
         """Pool pages that the running jobs take until nothing of theirs is pending."""
+        cache, rows = self._cache, self._scheduler.max_rows
         return sum(
-            self._cache.pages_needed(job.id, self._scheduler.pending(job)) for job in self._scheduler.running
+            max(0, cache.most_pages(len(job.tokens), rows) - len(cache.sequence(job.id).pages))
+            for job in self._scheduler.running
         )

@@ -33,12 +33,13 @@ def check_tensors(checkpoint: Checkpoint, parameters: list[Parameter]) -> None:
         unused = [name for name in unused if name != "lm_head.weight"]
     if missing:
         raise CheckpointError(
-            f"{checkpoint.path}: {_list(missing)} missing{_list_unused(unused)}: {_cause(missing, unused)}"
+            f"{checkpoint.path}: {_list(missing)} missing{_list_unused(unused)}: "
+            f"{_cause(missing, unused, config.num_hidden_layers)}"
         )
     if unused:
         raise CheckpointError(
             f"{checkpoint.file_of(unused[0])}: {_list(unused)} not used by the model: "
-            f"{_cause(missing, unused)}"
+            f"{_cause(missing, unused, config.num_hidden_layers)}"
         )
     for name, shape in wanted.items():
         found = checkpoint.shape(name)
@@ -59,7 +60,13 @@ def _list_unused(unused: list[str]) -> str:
     return f" (and {_list(unused)} not used)" if unused else ""
 
 
-def _cause(missing: list[str], unused: list[str]) -> str:
+def _layer(name: str) -> int:
+    """The layer of a tensor; -1 for those of none."""
+    number = name.partition(".layers.")[2].partition(".")[0]
+    return int(number) if number.isdigit() else -1
+
+
+def _cause(missing: list[str], unused: list[str], num_layers: int) -> str:
     if missing == ["lm_head.weight"]:
         return "the embeddings are not tied in the configuration: set tie_word_embeddings if they should be"
     if "model.embed_tokens.weight" in missing and len(missing) <= 2:
@@ -74,12 +81,20 @@ def _cause(missing: list[str], unused: list[str]) -> str:
         return "the names have another prefix: the file was saved from another class of model"
     if any(name.endswith(".bias") for name in (missing or unused)):
         return "attention_bias or mlp_bias of the configuration does not fit"
+    if any(".experts." in name for name in (missing or unused)):
+        return "the number of experts, or which layers have them, does not fit, or a shard is absent"
+    if any(0 <= _layer(name) < num_layers for name in unused):
+        return "model_type names another family than the tensors are of"
     if any(".layers." in name for name in (missing or unused)):
         return "num_hidden_layers does not fit, or a shard is absent"
     return "configuration and weights are of different models"
 
 
 def _shape_cause(name: str, config: ModelConfig) -> str:
+    if ".experts." in name:
+        return f"moe_intermediate_size {config.moe_intermediate_size}, hidden_size {config.hidden_size}"
+    if name.endswith("gate.weight"):
+        return f"num_experts {config.num_experts}, hidden_size {config.hidden_size}"
     if "_proj" in name and "self_attn" in name:
         return (
             f"num_attention_heads {config.num_attention_heads}, num_key_value_heads "

@@ -12,6 +12,7 @@ import numpy as np
 from kvq.config import ModelConfig, read_json
 from kvq.errors import CheckpointError
 from kvq.loader.gguf_model import GGUFModel
+from kvq.loader.group_quantized import GroupQuantization, GroupQuantizedFiles
 from kvq.loader.hf_config import model_config_from_hf
 from kvq.loader.safetensors_file import SafetensorsFile
 from kvq.loader.torch_bin import TorchFile
@@ -221,12 +222,24 @@ def _open_directory(path: Path) -> Checkpoint:
     if not isinstance(data, dict):
         raise CheckpointError(f"{config_path}: expected a JSON object")
     config = model_config_from_hf(data, config_path)
+    quantization = data.get("quantization_config")
+    how = GroupQuantization.parse(quantization, config_path) if quantization else None
     shards, index = _shards(path)
     readers: dict[Path, TensorFile] = {}
     for shard in shards:
         readers[shard] = SafetensorsFile(shard) if shard.suffix == ".safetensors" else TorchFile(shard)
+    if how is not None:
+        readers = {path: _quantized(path, list(readers.values()), how)}
     files = [config_path, *([index] if index else []), *shards]
     return Checkpoint(path, config, files, readers)
+
+
+def _quantized(path: Path, files: list[TensorFile], how: GroupQuantization) -> GroupQuantizedFiles:
+    """The files of a checkpoint that AWQ or GPTQ quantized."""
+    found = [file for file in files if isinstance(file, SafetensorsFile)]
+    if len(found) < len(files):
+        raise CheckpointError(f"{path}: {how.method} is read from safetensors alone: convert the .bin files")
+    return GroupQuantizedFiles(path, found, how)
 
 
 def _shards(path: Path) -> tuple[list[Path], Path | None]:
@@ -234,6 +247,7 @@ def _shards(path: Path) -> tuple[list[Path], Path | None]:
     for pattern, index_name in (
         ("*.safetensors", "model.safetensors.index.json"),
         ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+        ("*.pt", "pytorch_model.pt.index.json"),
     ):
         index = path / index_name
         if index.exists():
@@ -252,7 +266,7 @@ def _shards(path: Path) -> tuple[list[Path], Path | None]:
         if found:
             _refuse_incomplete(found, path)
             return found, None
-    raise CheckpointError(f"{path}: no *.safetensors and no pytorch_model*.bin in this directory")
+    raise CheckpointError(f"{path}: no *.safetensors, pytorch_model*.bin or *.pt in this directory")
 
 
 def _refuse_incomplete(found: list[Path], path: Path) -> None:

@@ -165,7 +165,7 @@ class GGUFFile:
         return self._tensors[name].kind
 
     def read(self, name: str, rows: np.ndarray | slice) -> np.ndarray:
-        """The given rows (axis 0) as float32, or as stored for float32 and float16."""
+        """The given rows as float32, or as stored for float32 and float16; all axes but the last are rows."""
         from gguf.constants import GGMLQuantizationType
         from gguf.quants import dequantize
 
@@ -183,7 +183,7 @@ class GGUFFile:
                 raise CheckpointError(
                     f"{self.path}: tensor {name} is {tensor.kind}, which cannot be dequantized"
                 ) from None
-        return out.reshape(-1)[rows] if vector else out.reshape(-1, *tensor.shape[1:])
+        return out.reshape(-1)[rows] if vector else out
 
     def packed(self, name: str, rows: np.ndarray | slice) -> PackedRows:
         """The given rows of a quantized matrix, codes apart from scales."""
@@ -194,7 +194,7 @@ class GGUFFile:
         return np.frombuffer(self._map, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset)
 
     def _rows(self, tensor: _Tensor, rows: np.ndarray | slice) -> np.ndarray:
-        return self._raw(tensor).reshape(tensor.shape[0], -1)[rows]
+        return self._raw(tensor).reshape(math.prod(tensor.shape[:-1]), -1)[rows]
 
     def close(self) -> None:
         """Close the file; arrays read from it stay valid."""

@@ -67,12 +67,6 @@ def _family(data: dict[str, Any], path: Path) -> Family:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         named = model_type or ", ".join(data.get("architectures") or []) or "none named"
         raise ConfigError(f"{path}: unknown architecture {named!r}: known are {', '.join(FAMILIES)}")
-    if data.get("quantization_config"):
-        method = data["quantization_config"].get("quant_method", "some method")
-        raise ConfigError(
-            f"{path}: the checkpoint is already quantized ({method}): "
-            "use the original in float16, bfloat16 or float32, or a GGUF file"
-        )
     return FAMILIES[model_type]
 
 

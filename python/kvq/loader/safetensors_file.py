@@ -18,6 +18,7 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_INTEGERS = {"I32": np.dtype(np.int32)}
 
 
 def _end(entry: dict[str, Any]) -> int:
@@ -71,12 +72,19 @@ class SafetensorsFile:
 
     def read(self, name: str, start: int, stop: int) -> np.ndarray:
         """Rows ``start .. stop - 1`` of a tensor in its own dtype, a view of the file."""
+        return self._view(name, _DTYPES)[start:stop]
+
+    def read_int32(self, name: str) -> np.ndarray:
+        """A whole tensor of int32: codes that a quantizer packed."""
+        return self._view(name, _INTEGERS)
+
+    def _view(self, name: str, known: dict[str, np.dtype]) -> np.ndarray:
         entry = self._table[name]
-        if entry["dtype"] not in _DTYPES:
+        if entry["dtype"] not in known:
             raise CheckpointError(
-                f"{self.path}: tensor {name} is {entry['dtype']}: only {', '.join(_DTYPES)} can be read"
+                f"{self.path}: tensor {name} is {entry['dtype']}: only {', '.join(known)} can be read"
             )
-        dtype = _DTYPES[entry["dtype"]]
+        dtype = known[entry["dtype"]]
         begin, end = entry["data_offsets"]
         if end - begin != math.prod(entry["shape"]) * dtype.itemsize:
             raise CheckpointError(
@@ -85,7 +93,7 @@ class SafetensorsFile:
         data = self._data[self._start + begin : self._start + end]
         if (self._start + begin) % dtype.itemsize:
             data = data.copy()
-        return data.view(dtype).reshape(entry["shape"])[start:stop]
+        return data.view(dtype).reshape(entry["shape"])
 
     def storage(self, name: str) -> str:
         """The storage that keeps a matrix: its dtype, float16 for bfloat16."""

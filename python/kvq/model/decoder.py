@@ -9,8 +9,9 @@ from tvm.relax.frontend.nn import op, spec
 
 from kvq.config import ModelConfig
 
+from .experts import SparseMLP
 from .kv_cache import KVCache, create_paged_kv_cache
-from .layers import DTYPE, DecoderLayer, make_norm
+from .layers import DTYPE, MLP, DecoderLayer, make_norm
 
 
 class DecoderModel(nn.Module):
@@ -19,7 +20,12 @@ class DecoderModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         self.embedding_scale = config.embedding_scale
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, DTYPE)
-        self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [
+                DecoderLayer(config, SparseMLP(config) if sparse else MLP(config))
+                for sparse in config.sparse_layers
+            ]
+        )
         self.norm = make_norm(config, config.hidden_size)
 
     def forward(self, input_ids: nn.Tensor, kv: KVCache) -> nn.Tensor:

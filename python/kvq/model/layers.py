@@ -88,20 +88,20 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """Attention and feed-forward network with their norms, each beside a residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mlp: nn.Module) -> None:
         self.placement = config.norm_placement
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = mlp
         self.norm_names = norm_names(config)
         for name in self.norm_names:
             setattr(self, name, make_norm(config, config.hidden_size))
 
     def forward(self, x: nn.Tensor, kv: KVCache, layer: int) -> nn.Tensor:
         norms = [getattr(self, name) for name in self.norm_names]
-        before = norms[::2] if self.placement == "both" else norms if self.placement == "pre" else None
-        after = norms[1::2] if self.placement == "both" else norms if self.placement == "post" else None
-        blocks = (lambda h: self.self_attn(h, kv, layer), self.mlp)
-        for i, block in enumerate(blocks):
-            out = block(before[i](x) if before else x)
-            x = x + (after[i](out) if after else out)
-        return x
+        before, after = {"pre": (norms, None), "post": (None, norms)}.get(
+            self.placement, (norms[::2], norms[1::2])
+        )
+        h = self.self_attn(before[0](x) if before else x, kv, layer)
+        x = x + (after[0](h) if after else h)
+        h = self.mlp(before[1](x) if before else x)
+        return x + (after[1](h) if after else h)

@@ -3,7 +3,7 @@
 - ``rms_norm`` of float32 rows, and ``multiply(silu(a), b)`` where a and b are the halves of one ``split``,
   become our kernels;
 - ``quantize_rows`` of such a kernel's result becomes part of it;
-- the addition of a residual to a ``linear_q8_*`` becomes part of the product;
+- the addition of a residual to a product of rounded activations becomes part of the product;
 - a reshape of a reshape becomes one.
 
 Everything else is left to Relax's own fusion.
@@ -19,6 +19,8 @@ from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.schedules.backend import Kernels
+
+from .rounded_product import RoundedProduct
 
 _NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
 _MULTIPLY, _SPLIT = Op.get("relax.multiply"), Op.get("relax.split")
@@ -94,8 +96,8 @@ class _Rewriter(PyExprMutator):
     def norm(self, call: relax.Call) -> relax.Expr:
         dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
         name = f"rms_norm_{dim}_{eps:g}".replace("-", "m").replace(".", "_")
-        if int8 := self.backend.int8:
-            self.quantizing[name] = lambda: int8.rms_norm(dim, eps)
+        if rounded := self.backend.rounded:
+            self.quantizing[name] = lambda: rounded.rms_norm(dim, eps)
         kernel = self.kernel(name, lambda: self.backend.rms_norm(dim, eps))
         return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
 
@@ -105,8 +107,8 @@ class _Rewriter(PyExprMutator):
             return call
         dim = int(source.ty.shape[1]) // 2
         name = f"silu_gate_{dim}"
-        if int8 := self.backend.int8:
-            self.quantizing[name] = lambda: int8.silu_gate(dim)
+        if rounded := self.backend.rounded:
+            self.quantizing[name] = lambda: rounded.silu_gate(dim)
         kernel = self.kernel(name, lambda: self.backend.silu_gate(dim))
         return relax.call_tir(kernel, [source], out_ty=call.ty)
 
@@ -120,15 +122,19 @@ class _Rewriter(PyExprMutator):
         return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
 
     def residual(self, call: relax.Call) -> relax.Expr:
-        """``add(x, linear_q8(...))`` to ``linear_q8_add(..., x)``."""
-        inner, x, int8 = self._value(call.args[1]), call.args[0], self.backend.int8
-        if int8 is None or not _is_kernel(inner, "linear_q8_") or not _is_rows(x.ty):
+        """``add(x, linear(...))`` of rounded activations to ``linear_add(..., x)``."""
+        inner, x, rounded = self._value(call.args[1]), call.args[0], self.backend.rounded
+        if rounded is None or not _is_kernel(inner, "linear_") or not _is_rows(x.ty):
             return call
-        # the name that LowerWeights gave it says what it multiplies by
-        what = inner.args[0].name_hint.removeprefix("linear_q8_")
-        storage, _, shape = what.rpartition("_")
-        n, k = map(int, shape.split("x"))
-        kernel = self.kernel(f"linear_q8_add_{what}", lambda: int8.linear(n, k, storage, residual=True))
+        product = RoundedProduct.parse(inner.args[0].name_hint, rounded.name)
+        if product is None:
+            return call
+        kernel = self.kernel(
+            product.with_residual().kernel_name(),
+            lambda: rounded.linear(
+                product.n, product.k, product.storage, residual=True, most_rows=product.most_rows
+            ),
+        )
         return relax.call_tir(kernel, [*inner.args[1].fields, x], out_ty=call.ty)
 
     def _value(self, expr: relax.Expr) -> Any:

@@ -6,6 +6,8 @@ scheme, prepared for the kernels, and
 - ``matmul(x, permute_dims(w))`` becomes a product with the stored weight: with activations quantized to int8
   per group of 32 where the weight is codes, or exact;
 - ``take(w, ids)`` reads rows of the stored weight;
+- a product of each row with its experts' matrices (:mod:`kvq.model.experts`) becomes one with the stored ones,
+  activations exact;
 - a vector (norm, bias) stays float32.
 
 It also adds one ``prepare_*`` function per kind of stored tensor, which the runtime calls once at load, and
@@ -18,14 +20,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, tirx
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.errors import CompileError
-from kvq.quantization.storage import STORAGES
+from kvq.model.experts import EXPERT_LINEAR
 from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
+
+from .cache_geometry import callee_of
+
+from .rounded_product import RoundedProduct
+from .specialize_rows import MOST_ROWS
 
 _MATMUL, _TRANSPOSE, _TAKE = (Op.get(f"relax.{name}") for name in ("matmul", "permute_dims", "take"))
 
@@ -89,7 +97,7 @@ class WeightPlan:
         self._shapes.append(shape)
         self._storages.append(storage)
         stored = stored_tensors(name, shape, storage)
-        self._add_tensors([self._tensor(tensor, self._preparation(tensor, shape)) for tensor in stored])
+        self._add_tensors([self._tensor(tensor, self._preparation(tensor, shape, storage)) for tensor in stored])
 
     def shape(self, weight: int) -> tuple[int, ...]:
         """Shape of the model's weight number ``weight``."""
@@ -99,13 +107,13 @@ class WeightPlan:
         """How it is stored."""
         return self._storages[weight]
 
-    def _preparation(self, tensor: StoredTensor, shape: tuple[int, ...]) -> Preparation | None:
+    def _preparation(self, tensor: StoredTensor, shape: tuple[int, ...], storage: str) -> Preparation | None:
         if len(shape) == 1:
             return self.kernels.prepare_vector(shape[0], tensor.dtype)
         n, columns = tensor.shape
         if tensor.dtype == "uint32" and columns * 8 == shape[1]:
-            return self.kernels.prepare_codes(*shape)
-        return self.kernels.prepare_matrix(n, columns, tensor.dtype)
+            return self.kernels.prepare_codes(*shape, storage)
+        return self.kernels.prepare_matrix(n, columns, tensor.dtype, storage)
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:
         start = len(self.tensors)
@@ -134,6 +142,9 @@ class _Rewriter(PyExprMutator):
         #: weight that a variable of the function stands for, as it is or transposed
         self.weights: dict[relax.Var, int] = {}
         self.transposed: dict[relax.Var, int] = {}
+        #: most rows of the function's steps, and their number in it
+        self.most_rows: int | None = None
+        self.step_rows: tirx.PrimExpr | None = None
 
     def transform(self) -> IRModule:
         for gv, func in self.mod.functions_items():
@@ -161,6 +172,8 @@ class _Rewriter(PyExprMutator):
         types = [relax.TensorType(t.shape, t.dtype) for t in self.plan.tensors]
         self.new_packed = relax.Var("packed_params", relax.TupleType(types))
         self.weights, self.transposed = {}, {}
+        most_rows = (func.attrs or {}).get(MOST_ROWS)
+        self.most_rows, self.step_rows = None if most_rows is None else int(most_rows), None
         params = [self.new_packed if p.same_as(self.packed) else p for p in func.params]
         body = self.visit_expr(func.body)
         new = relax.Function(params, body, None, is_pure=func.is_pure)
@@ -196,26 +209,52 @@ class _Rewriter(PyExprMutator):
             return self.linear(self.visit_expr(call.args[0]), self.transposed[call.args[1]], call.ty)
         if call.op == _TAKE and call.args[0] in self.weights:
             return self.embedding(self.visit_expr(call.args[1]), self.weights[call.args[0]], call.ty)
+        if callee_of(call) == EXPERT_LINEAR:
+            x, weight, experts = call.args[1].fields
+            return self.expert_linear(x, self.weights[weight], experts, call.ty)
         return super().visit_call_(call)
 
     def stored(self, weight: int) -> list[relax.Var]:
         emit = self.builder_.emit
         return [emit(relax.TupleGetItem(self.new_packed, place)) for place in self.plan.index[weight]]
 
+    def limit(self, rows: tirx.PrimExpr) -> int | None:
+        """Most rows of a product, where that is known; another number of rows than the step's is small."""
+        if self.step_rows is None:
+            self.step_rows = rows
+        if tvm_ffi.structural_equal(rows, self.step_rows):
+            return self.most_rows
+        return self.most_rows or max(self.backend.row_limits, default=None)
+
     def linear(self, x: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         n, k, storage = int(out.shape[-1]), int(x.ty.shape[-1]), self.plan.storage(weight)
-        rows, emit, int8 = x.ty.shape[0], self.builder_.emit, self.backend.int8
+        rows, emit, rounded = x.ty.shape[0], self.builder_.emit, self.backend.rounded
         if len(out.shape) != 2:
             raise CompileError("a matrix product must have two dimensions")
-        if self.exact or STORAGES[storage].bits is None or int8 is None:
+        if self.exact or rounded is None or not rounded.takes(k, storage):
             name = f"linear_{storage}_{n}x{k}"
             kernel = self.kernel(name, lambda: self.backend.linear(n, k, storage))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
-        row_type = relax.TensorType((rows, int8.quantized_width(k)), "int32")
-        quantize = self.kernel(f"quantize_rows_{k}", lambda: int8.quantize_rows(k))
-        quantized = emit(relax.call_tir(quantize, [x], out_ty=row_type))
-        kernel = self.kernel(f"linear_q8_{storage}_{n}x{k}", lambda: int8.linear(n, k, storage))
+        width, dtype = rounded.row_type(k)
+        quantize = self.kernel(f"quantize_rows_{k}", lambda: rounded.quantize_rows(k))
+        quantized = emit(relax.call_tir(quantize, [x], out_ty=relax.TensorType((rows, width), dtype)))
+        limit = self.limit(rows)
+        name = RoundedProduct(rounded.name, storage, n, k, limit).kernel_name()
+        kernel = self.kernel(name, lambda: rounded.linear(n, k, storage, most_rows=limit))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)
+
+    def expert_linear(
+        self, x: relax.Expr, weight: int, experts: relax.Expr, out: relax.TensorType
+    ) -> relax.Expr:
+        x, experts = self.visit_expr(x), self.visit_expr(experts)
+        (rows, k), storage = self.plan.shape(weight), self.plan.storage(weight)
+        top_k, n = int(out.shape[1]), int(out.shape[2])
+        shared = len(x.ty.shape) == 2
+        name = f"expert_linear_{storage}_{rows // n}x{n}x{k}_{top_k}" + ("_shared" if shared else "")
+        kernel = self.kernel(
+            name, lambda: self.backend.expert_linear(n, k, rows // n, top_k, shared, storage)
+        )
+        return relax.call_tir(kernel, [x, *self.stored(weight), experts], out_ty=out)
 
     def embedding(self, ids: relax.Expr, weight: int, out: relax.TensorType) -> relax.Expr:
         (n, k), storage = self.plan.shape(weight), self.plan.storage(weight)

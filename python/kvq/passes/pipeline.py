@@ -13,8 +13,10 @@ from kvq.schedules.backend import Kernels
 
 from .attach_metadata import AttachMetadata
 from .fuse_pointwise import FusePointwise
+from .lower_experts import LowerExperts
 from .lower_kv_cache import LowerPagedKVCache
 from .lower_weights import LowerWeights, WeightPlan
+from .specialize_rows import SpecializeRows
 
 
 def kvq_pipeline(
@@ -33,6 +35,8 @@ def kvq_pipeline(
     """
     return [
         ("lower_kv_cache", LowerPagedKVCache(kv, page_size, row_dtype, kernels)),
+        ("specialize_rows", SpecializeRows(kernels.row_limits)),
+        ("lower_experts", LowerExperts(kernels)),
         ("lower_weights", LowerWeights(weights, exact)),
         ("fuse_pointwise", FusePointwise(kernels)),
         ("fold_reshapes", relax.transform.CanonicalizeBindings()),

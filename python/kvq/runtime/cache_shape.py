@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import check_positive
@@ -26,6 +27,25 @@ def most_pages(page_size: int, window: int | None, tokens: int, rows: int) -> in
     if window is None:
         return filled
     return min(filled, -(-(window - 1) // page_size) + rows // page_size + 1)
+
+
+def unread_bytes(layout: KVLayout, windows: Sequence[int | None], tokens: int) -> int:
+    """Bytes of a sequence's sealed pages that no layer reads, because its window is past them.
+
+    A page holds the tokens of all layers; where every layer slides, such pages are released.
+
+    Parameters
+    ----------
+    windows : sequence of int or None
+        Of each layer; None: it sees every token.
+    tokens : int
+        Length of the sequence.
+    """
+    if None not in windows:
+        return 0
+    pages, size = layout.pages_for(tokens), layout.page_size
+    unread = sum(max(0, pages - -(-(window - 1) // size)) for window in windows if window is not None)
+    return unread * (layout.page_bytes // layout.num_layers)
 
 
 @dataclass(frozen=True)
@@ -55,10 +75,12 @@ class CacheShape:
         max_batch_size: int = 1,
         prefill_chunk_size: int = 2048,
         num_pages: int | None = None,
+        window: int | None = None,
     ) -> CacheShape:
         """Pages for ``max_batch_size`` sequences of ``context_window_size`` tokens, or ``num_pages``.
 
-        A tensor of no elements is no good to a kernel, so every number is at least one.
+        With a ``window`` (``ModelConfig.cache_window``) a sequence releases what it leaves behind after each
+        chunk. A tensor of no elements is no good to a kernel, so every number is at least one.
         """
         check_positive(
             context_window_size=context_window_size,
@@ -67,7 +89,8 @@ class CacheShape:
         )
         chunk = min(prefill_chunk_size, context_window_size * max_batch_size)
         if num_pages is None:
-            num_pages = layout.pages_for(context_window_size) * max_batch_size
+            pages = most_pages(layout.page_size, window, context_window_size, prefill_chunk_size)
+            num_pages = pages * max_batch_size
         return cls(max(1, num_pages), max_batch_size, max(1, layout.workspace_pages_for(chunk)))
 
     def sealed_bytes(self, layout: KVLayout) -> int:

@@ -137,6 +137,11 @@ class PagedKVCache:
         """The first page that a row at ``position`` sees in any layer."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.page_size
 
+    def unseen_pages(self, sequence_id: SequenceId) -> int:
+        """Pages of a sequence that no later row of it sees; without a window, none."""
+        sequence = self.sequence(sequence_id)
+        return max(0, self.first_page_seen(sequence.length) - sequence.first_page)
+
     def most_pages(self, tokens: int, rows: int) -> int:
         """Most sealed pages that a sequence lists while it grows to ``tokens``, by at most ``rows`` a step.
 
@@ -208,12 +213,9 @@ class PagedKVCache:
                 table[index] = page
 
     def release_unseen(self, sequence_id: SequenceId) -> int:
-        """Drop a sequence's pages that no later row of it sees; returns how many. Without a window, none."""
+        """Drop a sequence's pages that no later row of it sees; returns how many."""
         self._check_idle()
-        sequence = self.sequence(sequence_id)
-        count = self.first_page_seen(sequence.length) - sequence.first_page
-        if count <= 0:
-            return 0
+        sequence, count = self.sequence(sequence_id), self.unseen_pages(sequence_id)
         for page in sequence.pages[:count]:
             self.pool.release(page)
         del sequence.pages[:count]

@@ -88,8 +88,11 @@ class Library:
     def __init__(self, path: Path, machine: VirtualMachine, metadata: Metadata, device: Device) -> None:
         self.path, self.metadata, self.device = path, metadata, device
         self._machine = machine
-        self.prefill: Callable[..., Any] = machine["prefill"]
-        self.decode: Callable[..., Any] = machine["decode"]
+        self._steps = {
+            name: [(limit, machine[f"{name}_{limit}"]) for limit in metadata.row_limits]
+            + [(None, machine[name])]
+            for name in ("prefill", "decode")
+        }
         self.threads = device.threads
 
     @classmethod
@@ -123,6 +126,10 @@ class Library:
                 f"{path} was compiled for {metadata.device}, not {device}: use --device {metadata.device}"
             )
         return cls(path, machine, metadata, opened)
+
+    def step_function(self, name: str, rows: int) -> Callable[..., Any]:
+        """``prefill`` or ``decode``, as it was compiled for a step of ``rows`` rows."""
+        return next(func for limit, func in self._steps[name] if limit is None or rows <= limit)
 
     def host_array(self, tensor: Any) -> np.ndarray:
         """A tensor's data: of the CPU's tensors a view, of a GPU's a copy, once it has been computed."""

@@ -48,7 +48,12 @@ class LoadedModel:
         self.tensors = library.create_cache(shape)
         layout = self.metadata.layout
         self.cache = PagedKVCache(
-            layout, shape.num_pages, shape.num_open, shape.num_workspace, self.tensors.copy_open
+            layout,
+            shape.num_pages,
+            shape.num_open,
+            shape.num_workspace,
+            self.tensors.copy_open,
+            self.metadata.model.cache_window,
         )
         table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
         meta = self.metadata
@@ -112,13 +117,13 @@ class LoadedModel:
     def prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> np.ndarray:
         """Run a planned step of any shape; float32 ``[len(logit_rows), vocabulary]``."""
         step = self._steps.prefill(ids, logit_rows)
-        result = self.library.prefill(step.ids, step.wanted, *self._arguments(step))
+        result = self.library.step_function("prefill", plan.num_rows)(step.ids, step.wanted, *self._arguments(step))
         return self.library.host_array(result[0])[0]
 
     def decode(self, ids: Any, plan: StepPlan) -> np.ndarray:
         """Run a planned step of one row a sequence; float32 ``[sequences, vocabulary]``."""
         step = self._steps.decode(ids)
-        result = self.library.decode(step.ids, *self._arguments(step))
+        result = self.library.step_function("decode", plan.num_rows)(step.ids, *self._arguments(step))
         return self.library.host_array(result[0])[:, 0]
 
     def _arguments(self, step: StepTensors) -> tuple[Any, ...]:

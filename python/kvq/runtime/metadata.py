@@ -57,6 +57,7 @@ class Metadata:
     scratch_slots: int
     tile_rows: int
     decode: DecodeSpec | None
+    row_limits: tuple[int, ...]
     context_window_size: int
     prefill_chunk_size: int
     max_batch_size: int
@@ -95,6 +96,7 @@ class Metadata:
                 scratch_slots=data["attention"]["scratch_slots"],
                 tile_rows=data["attention"]["tile_rows"],
                 decode=DecodeSpec(**data["attention"]["decode"]) if data["attention"]["decode"] else None,
+                row_limits=tuple(data["row_limits"]),
                 raw_params=tuple(
                     TensorSpec(p["name"], tuple(p["shape"]), p["dtype"]) for p in data["raw_params"]
                 ),

@@ -13,6 +13,10 @@ each sequence that lists it  it is removed from the cache
 A page that the tree alone holds is *idle*; only idle pages are evicted. A sequence lists the tree's
 own pages wherever its tokens are in the tree (``insert`` says which), so whoever holds a node holds
 all before it, and a node that is idle has only idle ones behind it.
+
+Unless a sequence has released its first pages: these may be idle, or evicted, before pages that it lists. A
+path that is broken cannot be entered, so eviction takes what is behind a node out of the tree with it, and a
+sequence whose first pages the tree no longer knows adds no pages to it.
 """
 
 from __future__ import annotations
@@ -45,6 +49,8 @@ class PrefixCache:
         Whose pages it holds.
     page_size : int
         Tokens of a page.
+    releases : bool
+        Whether sequences may release their first pages.
 
     Attributes
     ----------
@@ -52,9 +58,10 @@ class PrefixCache:
         Pages given up so far, ``clear`` apart.
     """
 
-    def __init__(self, pool: PagePool, page_size: int) -> None:
+    def __init__(self, pool: PagePool, page_size: int, releases: bool = False) -> None:
         self._pool = pool
         self._page_size = page_size
+        self._releases = releases
         self._root = _Node(-1)
         # Least recently used first. A path is entered from its end, so children stand before parents.
         self._order: OrderedDict[_Node, None] = OrderedDict()
@@ -79,26 +86,31 @@ class PrefixCache:
             node = found
         return pages
 
-    def insert(self, tokens: Sequence[int], pages: Iterable[int]) -> list[int]:
-        """Hold the sealed pages of a sequence's first tokens, and mark them as just used.
+    def insert(self, tokens: Sequence[int], pages: Iterable[int], first_page: int = 0) -> list[int]:
+        """Hold the sealed pages of a sequence, and mark them and all before them as just used.
 
         Parameters
         ----------
         tokens : sequence of int
-            At least the tokens that the pages stand for.
+            From the first on, at least up to the end of the pages.
         pages : iterable of int
             Pages in use, in order. One whose tokens are in the tree already is not taken.
+        first_page : int
+            Pages that the sequence has released before them. Where the tree lacks one, it takes nothing.
 
         Returns
         -------
         list of int
-            The tree's page for each: the caller lists these from now on.
+            The page to list for each from now on: the tree's, where it has one.
         """
         given = list(pages)
         node, path = self._root, []
-        for key, page in zip(self._keys(tokens, len(given)), given, strict=True):
+        for index, key in enumerate(self._keys(tokens, first_page + len(given))):
             child = node.children.get(key)
             if child is None:
+                if index < first_page:
+                    return given
+                page = given[index - first_page]
                 child = _Node(page, key, node)
                 self._pool.hold_for_cache(page)
                 node.children[key] = child
@@ -107,7 +119,7 @@ class PrefixCache:
         for child in reversed(path):
             self._order[child] = None
             self._order.move_to_end(child)
-        return [child.page for child in path]
+        return [child.page for child in path[first_page:]]
 
     def evict(self, count: int) -> int:
         """Give up idle pages, least recently used first; returns how many, at most ``count``."""
@@ -147,7 +159,8 @@ class PrefixCache:
                 if node is not self._root:
                     if rank[child] > rank[node]:
                         raise CacheError(f"page {child.page} was used after page {node.page} before it")
-                    if self._pool.references(child.page) > 1 and self._pool.references(node.page) == 1:
+                    unused = self._pool.references(node.page) == 1
+                    if unused and self._pool.references(child.page) > 1 and not self._releases:
                         raise CacheError(
                             f"page {child.page} is in use, but page {node.page} before it is not"
                         )
@@ -161,10 +174,16 @@ class PrefixCache:
             )
 
     def _drop(self, node: _Node) -> None:
-        assert node.parent is not None and not node.children, "only leaves are evicted"
+        """Take a node out of the tree, and what is behind it: pages of sequences that released this one."""
+        assert node.parent is not None
+        assert self._releases or not node.children, "only leaves are evicted"
         del node.parent.children[node.key]
-        del self._order[node]
-        self._pool.release_from_cache(node.page)
+        dropped = [node]
+        while dropped:
+            node = dropped.pop()
+            dropped += node.children.values()
+            del self._order[node]
+            self._pool.release_from_cache(node.page)
 
     def _keys(self, tokens: Sequence[int], count: int) -> Iterable[bytes]:
         data = array("i", tokens[: count * self._page_size]).tobytes()

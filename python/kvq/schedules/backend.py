@@ -79,27 +79,45 @@ class Preparation:
     dtype: str
 
 
-class Int8Kernels(Protocol):
-    """Products of weights that are codes with activations quantized to int8."""
+class RoundedKernels(Protocol):
+    """Products with activations of less precision: codes of int8 on a CPU, fp16 for tensor cores.
 
-    def quantized_width(self, k: int) -> int:
-        """int32 words of a quantized row of ``k`` activations."""
+    Attributes
+    ----------
+    name : str
+        Of the precision, for the names of kernels.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def takes(self, k: int, storage: str) -> bool:
+        """Whether there is such a product with a weight of ``k`` inputs, stored this way."""
+        ...
+
+    def row_type(self, k: int) -> tuple[int, str]:
+        """Width and dtype of a rounded row of ``k`` activations."""
         ...
 
     def quantize_rows(self, k: int) -> tirx.PrimFunc:
-        """Quantize activations."""
+        """Round activations."""
         ...
 
-    def linear(self, n: int, k: int, storage: str, residual: bool = False) -> tirx.PrimFunc:
-        """Multiply quantized activations by a weight, and add the residual if there is one."""
+    def linear(
+        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
+    ) -> tirx.PrimFunc:
+        """Multiply rounded activations by a weight, and add the residual if there is one.
+
+        ``most_rows`` is one of the backend's ``row_limits``, None for any number of rows.
+        """
         ...
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
-        """Normalize and quantize."""
+        """Normalize and round."""
         ...
 
     def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        """Gate and quantize."""
+        """Gate and round."""
         ...
 
 
@@ -108,14 +126,19 @@ class Kernels(Protocol):
 
     Attributes
     ----------
-    int8 : Int8Kernels or None
+    rounded : RoundedKernels or None
         None where activations stay as they are at every optimization level.
+    row_limits : tuple of int
+        Numbers of rows up to which a step has kernels of its own, in rising order.
     layout_order : str
         ``KVLayout.order`` of its pages.
     """
 
     @property
-    def int8(self) -> Int8Kernels | None: ...
+    def rounded(self) -> RoundedKernels | None: ...
+
+    @property
+    def row_limits(self) -> tuple[int, ...]: ...
 
     @property
     def layout_order(self) -> str: ...
@@ -128,11 +151,11 @@ class Kernels(Protocol):
         """A stored vector, to float32; None: as it is."""
         ...
 
-    def prepare_codes(self, n: int, k: int) -> Preparation | None:
+    def prepare_codes(self, n: int, k: int, storage: str) -> Preparation | None:
         """Stored int4 codes ``uint32[n, k / 8]``."""
         ...
 
-    def prepare_matrix(self, n: int, columns: int, dtype: str) -> Preparation | None:
+    def prepare_matrix(self, n: int, columns: int, dtype: str, storage: str) -> Preparation | None:
         """A stored matrix ``[n, columns]``: an unquantized weight, int8 codes in words, scales or offsets."""
         ...
 
@@ -170,6 +193,16 @@ class Kernels(Protocol):
 
     def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
         """Rows of a weight, as float32."""
+        ...
+
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        """The likeliest experts of each row, and their weights."""
+        ...
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        """Multiply each row, or each of its ``top_k`` inputs, by the matrices of its experts."""
         ...
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from kvq.layout import KVLayout
+from kvq.quantization.storage import STORAGES
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
@@ -14,6 +15,7 @@ from kvq.schedules.backend import AttentionShape, Preparation
 from . import (
     activations,
     embedding,
+    experts,
     kv_append,
     kv_carry,
     kv_seal,
@@ -32,13 +34,20 @@ class CpuInt8Kernels:
 
     isa: CpuIsa
 
-    def quantized_width(self, k: int) -> int:
-        return activations.quantized_width(k)
+    name = "q8"
+
+    def takes(self, k: int, storage: str) -> bool:
+        return STORAGES[storage].bits is not None
+
+    def row_type(self, k: int) -> tuple[int, str]:
+        return activations.quantized_width(k), "int32"
 
     def quantize_rows(self, k: int) -> tirx.PrimFunc:
         return activations.quantize_rows(k, self.isa)
 
-    def linear(self, n: int, k: int, storage: str, residual: bool = False) -> tirx.PrimFunc:
+    def linear(
+        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
+    ) -> tirx.PrimFunc:
         return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
@@ -55,9 +64,10 @@ class CpuKernels:
     isa: CpuIsa
 
     layout_order = "lanes"
+    row_limits = ()
 
     @property
-    def int8(self) -> CpuInt8Kernels:
+    def rounded(self) -> CpuInt8Kernels:
         return CpuInt8Kernels(self.isa)
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
@@ -72,12 +82,12 @@ class CpuKernels:
         name = f"prepare_vector_{n}"
         return Preparation(name, lambda: weight_blocks.prepare_vector(n, dtype), (n,), "float32")
 
-    def prepare_codes(self, n: int, k: int) -> Preparation:
+    def prepare_codes(self, n: int, k: int, storage: str) -> Preparation:
         shape = (weight_blocks.num_blocks(n), k // weight_blocks.GROUP, 4, weight_blocks.BLOCK)
         name = f"prepare_codes_{n}x{k}"
         return Preparation(name, lambda: weight_blocks.prepare_int4_codes(n, k), shape, "uint32")
 
-    def prepare_matrix(self, n: int, columns: int, dtype: str) -> Preparation:
+    def prepare_matrix(self, n: int, columns: int, dtype: str, storage: str) -> Preparation:
         shape = (weight_blocks.num_blocks(n), columns, weight_blocks.BLOCK)
         name = f"prepare_blocks_{n}x{columns}_{dtype}"
         return Preparation(name, lambda: weight_blocks.prepare_blocks(n, columns, dtype), shape, dtype)
@@ -109,6 +119,14 @@ class CpuKernels:
 
     def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
         return embedding.embedding(n, k, storage)
+
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        return experts.route_experts(num_experts, top_k, normalize)
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.isa)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)

@@ -1,4 +1,4 @@
-"""The CUDA backend: kernels in TIRx; weights stay as they are stored."""
+"""The CUDA backend: kernels in TIRx; weights that tensor cores take lie in their order, others as stored."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from tvm import tirx
 
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
+from kvq.quantization.storage import GROUP
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
 
@@ -16,14 +17,49 @@ from . import (
     kv_carry,
     kv_seal,
     linear,
+    linear_few,
+    linear_tiles,
     paged_attention,
     pointwise,
     prefill_attention,
     tile_attention,
+    weight_fragments,
 )
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
+
+
+@dataclass(frozen=True)
+class CudaHalfKernels:
+    """Products with activations in fp16, on tensor cores."""
+
+    archs: tuple[str, ...]
+
+    name = "f16"
+
+    def takes(self, k: int, storage: str) -> bool:
+        return weight_fragments.fits(k, storage)
+
+    def row_type(self, k: int) -> tuple[int, str]:
+        return k, "float16"
+
+    def quantize_rows(self, k: int) -> tirx.PrimFunc:
+        return pointwise.round_rows(k)
+
+    def linear(
+        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
+    ) -> tirx.PrimFunc:
+        if most_rows == linear_few.MOST_ROWS:
+            return linear_few.linear_few(n, k, storage, linear_few.few_tuning(n, storage, self.archs), residual)
+        tuning = linear_tiles.tile_tuning(n, most_rows)
+        return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
+
+    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+        return pointwise.rms_norm(dim, eps, "float16")
+
+    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+        return pointwise.silu_gate(dim, "float16")
 
 
 @dataclass(frozen=True)
@@ -34,12 +70,25 @@ class CudaKernels:
     ----------
     archs : tuple of str
         Architectures that the library will hold, from ``sm_80`` on; they decide the tuning.
+    tensor_cores : bool
+        Whether products round activations to fp16.
     """
 
     archs: tuple[str, ...]
+    tensor_cores: bool = False
 
-    int8 = None
     layout_order = "fragments"
+
+    @property
+    def rounded(self) -> CudaHalfKernels | None:
+        return CudaHalfKernels(self.archs) if self.tensor_cores else None
+
+    @property
+    def row_limits(self) -> tuple[int, ...]:
+        return (linear_few.MOST_ROWS, linear_tiles.SOME_ROWS) if self.tensor_cores else ()
+
+    def _in_fragments(self, k: int, storage: str) -> bool:
+        return self.tensor_cores and weight_fragments.fits(k, storage)
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
         if layout.row_dtype != "float16":  # tensor cores would round
@@ -55,11 +104,27 @@ class CudaKernels:
         name = f"prepare_vector_{n}"
         return Preparation(name, lambda: linear.prepare_vector(n, dtype), (n,), "float32")
 
-    def prepare_codes(self, n: int, k: int) -> None:
-        return None
+    def prepare_codes(self, n: int, k: int, storage: str) -> Preparation | None:
+        if not self._in_fragments(k, storage):
+            return None
+        shape = weight_fragments.codes_shape(n, k)
+        return Preparation(
+            f"prepare_codes_{n}x{k}", lambda: weight_fragments.prepare_codes(n, k), shape, "uint32"
+        )
 
-    def prepare_matrix(self, n: int, columns: int, dtype: str) -> None:
-        return None
+    def prepare_matrix(self, n: int, columns: int, dtype: str, storage: str) -> Preparation | None:
+        k = columns * GROUP if storage == "int4" else columns
+        if not self._in_fragments(k, storage):
+            return None
+        if storage == "int4":
+            shape = weight_fragments.scales_shape(n, k)
+            return Preparation(
+                f"prepare_scales_{n}x{k}", lambda: weight_fragments.prepare_scales(n, k), shape, dtype
+            )
+        shape = weight_fragments.matrix_shape(n, k)
+        return Preparation(
+            f"prepare_matrix_{n}x{k}", lambda: weight_fragments.prepare_matrix(n, k), shape, "uint32"
+        )
 
     def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
         return kv_append.rope_table(half, attention_factor)
@@ -90,11 +155,21 @@ class CudaKernels:
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_carry.kv_carry(layout)
 
-    def linear(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
-        return linear.linear(n, k, kind)
+    def linear(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
+        return linear.linear(n, k, storage)
 
-    def embedding(self, n: int, k: int, kind: str) -> tirx.PrimFunc:
-        return linear.embedding(n, k, kind)
+    def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
+        if self._in_fragments(k, storage):
+            return weight_fragments.embedding(n, k, storage)
+        return linear.embedding(n, k, storage)
+
+    def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
+        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+
+    def expert_linear(
+        self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
+    ) -> tirx.PrimFunc:
+        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)

@@ -7,11 +7,13 @@ alone, whatever the number of rows: a row has the same bits in prefill, in decod
 
 from __future__ import annotations
 
+from functools import partial
+
 from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.errors import CompileError
-from kvq.quantization.weights import GROUP, ZERO_CODE
+from kvq.quantization.storage import STORAGES, Storage
 
 from .block import ATTRIBUTES, WARP, add, for_threads, put, reduce_warp, run, sync, when
 
@@ -21,20 +23,27 @@ OUTPUTS, ROWS = 4, 8
 #: Inputs that a lane holds at a time, and vectors of them between two waits.
 VECTOR, STEPS = 8, 2
 #: float32 whose lowest bits are the code: 2**23 + code.
-_MAGIC, _MAGIC_ZERO = 0x4B000000, float(2**23 + ZERO_CODE)
+_MAGIC, _MAGIC_ZERO = 0x4B000000, float(2**23)
 
 _CHUNK = WARP * VECTOR * STEPS
 _BLOCK_OUTPUTS = OUTPUTS * THREADS // WARP
 
 
-def _load_int4(codes, scales, row, vector, out) -> None:
-    """Eight dequantized weights of ``row`` to ``out[8]``."""
-    word = T.bind(codes[row, vector])
-    scale = T.bind(T.cast(scales[row, T.truncdiv(vector, GROUP // VECTOR)], "float32"))
+def _load_codes(kind: Storage, codes, scales, offsets, row, vector, out) -> None:
+    """Eight dequantized weights of ``row`` to ``out[8]``; ``offsets`` is None where the storage has none."""
+    group = T.truncdiv(vector, kind.group // VECTOR)
+    scale = T.bind(T.cast(scales[row, group], "float32"))
+    offset = None if offsets is None else T.bind(T.cast(offsets[row, group], "float32"))
+    words = [T.bind(codes[row, vector * (kind.bits // 4) + i]) for i in range(kind.bits // 4)]
     for i in range(VECTOR):
-        code = T.bitwise_and(T.shift_right(word, T.uint32(4 * i)), T.uint32(15))
+        word, at = divmod(i, kind.codes_per_word)
+        code = T.bitwise_and(T.shift_right(words[word], T.uint32(kind.bits * at)), T.uint32(2**kind.bits - 1))
         number = T.reinterpret("float32", T.bitwise_or(code, T.uint32(_MAGIC)))
-        put(out, (number - T.float32(_MAGIC_ZERO)) * scale, i)
+        number = number - T.float32(_MAGIC_ZERO + kind.center)
+        if kind.offset == "zero":
+            number = number - offset
+        value = number * scale
+        put(out, value + offset if kind.offset == "min" else value, i)
 
 
 def _load_float(weight, row, vector, out) -> None:
@@ -93,8 +102,8 @@ def _multiply(load, x, tile, out, rows, first_output, first_row, n, k: int, n_ou
             )
 
 
-def linear(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
-    """Build ``out = x @ w.T``; ``kind`` is ``int4``, or the dtype of the weight.
+def linear(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
+    """Build ``out = x @ w.T`` for a weight of any storage.
 
     Arguments of the kernel: x ``float32[n, K]``, the tensors of the weight as stored, out ``float32[n, N]``.
 
@@ -105,7 +114,8 @@ def linear(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
     """
     if k % VECTOR:
         raise CompileError(f"a weight with {k} inputs cannot be compiled for CUDA: no multiple of {VECTOR}")
-    columns = -(-n_out // _BLOCK_OUTPUTS)
+    columns, kind = -(-n_out // _BLOCK_OUTPUTS), STORAGES[storage]
+    codes_shape, scales_shape = _shapes(kind, n_out, k)
 
     def block(load, x, out, n, column, row, thread):
         tile = T.alloc_shared((ROWS, 2, _CHUNK // 2), "float32", align=128)
@@ -119,13 +129,13 @@ def linear(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
     def row_blocks(n):
         return T.truncdiv(T.cast(n, "int32") + (ROWS - 1), ROWS)
 
-    if kind == "int4":
+    if kind.bits is not None and kind.offset is None:
 
         @T.prim_func(private=True)
-        def linear_int4(
+        def linear_codes(
             x_h: T.handle,
-            codes: T.Buffer((n_out, k // 8), "uint32"),
-            scales: T.Buffer((n_out, k // GROUP), "float16"),
+            w: T.Buffer(codes_shape, "uint32"),
+            s: T.Buffer(scales_shape, "float16"),
             out_h: T.handle,
         ):
             T.func_attr(ATTRIBUTES)
@@ -135,20 +145,35 @@ def linear(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
             T.device_entry()
             column, row = T.cta_id([columns, row_blocks(n)])
             thread = T.thread_id([THREADS])
-            block(
-                lambda *args: _load_int4(codes, scales, *args),
-                x,
-                out,
-                T.cast(n, "int32"),
-                column,
-                row,
-                thread,
-            )
+            rows = T.cast(n, "int32")
+            block(partial(_load_codes, kind, w, s, None), x, out, rows, column, row, thread)
 
-        return linear_int4
+        return linear_codes
+
+    if kind.bits is not None:
+
+        @T.prim_func(private=True)
+        def linear_offset(
+            x_h: T.handle,
+            w: T.Buffer(codes_shape, "uint32"),
+            s: T.Buffer(scales_shape, "float16"),
+            z: T.Buffer(scales_shape, "float16"),
+            out_h: T.handle,
+        ):
+            T.func_attr(ATTRIBUTES)
+            n = T.int64()
+            x = T.match_buffer(x_h, (n, k), "float32")
+            out = T.match_buffer(out_h, (n, n_out), "float32")
+            T.device_entry()
+            column, row = T.cta_id([columns, row_blocks(n)])
+            thread = T.thread_id([THREADS])
+            rows = T.cast(n, "int32")
+            block(partial(_load_codes, kind, w, s, z), x, out, rows, column, row, thread)
+
+        return linear_offset
 
     @T.prim_func(private=True)
-    def linear_float(x_h: T.handle, weight: T.Buffer((n_out, k), kind), out_h: T.handle):
+    def linear_float(x_h: T.handle, weight: T.Buffer((n_out, k), storage), out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         n = T.int64()
         x = T.match_buffer(x_h, (n, k), "float32")
@@ -156,16 +181,24 @@ def linear(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
         T.device_entry()
         column, row = T.cta_id([columns, row_blocks(n)])
         thread = T.thread_id([THREADS])
-        block(lambda *args: _load_float(weight, *args), x, out, T.cast(n, "int32"), column, row, thread)
+        block(partial(_load_float, weight), x, out, T.cast(n, "int32"), column, row, thread)
 
     return linear_float
 
 
-def embedding(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
+def _shapes(kind: Storage, n_out: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Shapes of a weight's codes, and of its scales and offsets."""
+    return (n_out, k * (kind.bits or 0) // 32), (n_out, k // kind.group)
+
+
+def embedding(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
     """Build the kernel that reads rows of a stored weight, as float32.
 
     Arguments of the kernel: ids ``int32[n]``, the tensors of the weight, out ``float32[n, K]``.
     """
+
+    kind = STORAGES[storage]
+    codes_shape, scales_shape = _shapes(kind, n_out, k)
 
     def read_row(load, ids, out, i, thread):
         row = T.bind(T.max(T.min(ids[i], n_out - 1), 0))
@@ -178,13 +211,13 @@ def embedding(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
 
         for_threads(k // VECTOR, thread, THREADS, read)
 
-    if kind == "int4":
+    if kind.bits is not None and kind.offset is None:
 
         @T.prim_func(private=True)
-        def embedding_int4(
+        def embedding_codes(
             ids_h: T.handle,
-            codes: T.Buffer((n_out, k // 8), "uint32"),
-            scales: T.Buffer((n_out, k // GROUP), "float16"),
+            w: T.Buffer(codes_shape, "uint32"),
+            s: T.Buffer(scales_shape, "float16"),
             out_h: T.handle,
         ):
             T.func_attr(ATTRIBUTES)
@@ -194,12 +227,33 @@ def embedding(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
             T.device_entry()
             i = T.cta_id([T.cast(n, "int32")])
             thread = T.thread_id([THREADS])
-            read_row(lambda *args: _load_int4(codes, scales, *args), ids, out, i, thread)
+            read_row(partial(_load_codes, kind, w, s, None), ids, out, i, thread)
 
-        return embedding_int4
+        return embedding_codes
+
+    if kind.bits is not None:
+
+        @T.prim_func(private=True)
+        def embedding_offset(
+            ids_h: T.handle,
+            w: T.Buffer(codes_shape, "uint32"),
+            s: T.Buffer(scales_shape, "float16"),
+            z: T.Buffer(scales_shape, "float16"),
+            out_h: T.handle,
+        ):
+            T.func_attr(ATTRIBUTES)
+            n = T.int64()
+            ids = T.match_buffer(ids_h, (n,), "int32")
+            out = T.match_buffer(out_h, (n, k), "float32")
+            T.device_entry()
+            i = T.cta_id([T.cast(n, "int32")])
+            thread = T.thread_id([THREADS])
+            read_row(partial(_load_codes, kind, w, s, z), ids, out, i, thread)
+
+        return embedding_offset
 
     @T.prim_func(private=True)
-    def embedding_float(ids_h: T.handle, weight: T.Buffer((n_out, k), kind), out_h: T.handle):
+    def embedding_float(ids_h: T.handle, weight: T.Buffer((n_out, k), storage), out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         n = T.int64()
         ids = T.match_buffer(ids_h, (n,), "int32")
@@ -207,7 +261,7 @@ def embedding(n_out: int, k: int, kind: str) -> tirx.PrimFunc:
         T.device_entry()
         i = T.cta_id([T.cast(n, "int32")])
         thread = T.thread_id([THREADS])
-        read_row(lambda *args: _load_float(weight, *args), ids, out, i, thread)
+        read_row(partial(_load_float, weight), ids, out, i, thread)
 
     return embedding_float
 

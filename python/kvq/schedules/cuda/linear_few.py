@@ -9,6 +9,7 @@ Where GPUs allow it, the kernel starts while the one before it runs: weights do 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -16,20 +17,15 @@ from tvm.script import tirx as T
 
 from .block import ATTRIBUTES, WARP, for_threads
 from .mma import block_sync, emit, load_global, mma, put, u32
-from .weight_fragments import (
-    STEPS,
-    TILE,
-    UNIT,
-    UnitWeights,
-    codes_shape,
-    matrix_shape,
-    scales_shape,
-    tiles,
-    unit_words,
-)
+from .products import product_func
+from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 
 #: Most rows: two tiles of 8.
 MOST_ROWS = 16
+#: Tiles of a weight that keep all multiprocessors busy with small blocks.
+MANY_TILES = 1024
+#: From here on, a kernel may start while the one before it runs.
+OVERLAP_FROM = 90
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,15 @@ class FewTuning:
     warps: int = 8
     ahead: int = 4
     overlap: bool = False
+
+
+def few_tuning(n_out: int, storage: str, archs: Sequence[str]) -> FewTuning:
+    """The tuning for GPUs of every one of ``archs`` (``sm_90`` and the like), measured on an H200."""
+    overlap = min(int("".join(filter(str.isdigit, arch))) for arch in archs) >= OVERLAP_FROM
+    if storage == "float16":
+        return FewTuning(warps=8, ahead=2, overlap=overlap)
+    # blocks enough for every multiprocessor: then fewer warps have more to do between two meetings
+    return FewTuning(warps=4 if tiles(n_out) >= MANY_TILES else 8, ahead=4, overlap=overlap)
 
 
 class _Few:
@@ -117,7 +122,7 @@ class _Few:
         return acc
 
     def finish(
-        self, acc, row_tiles: int, out, tile, n, n_out: int, accumulate, warp, lane, thread, shared
+        self, acc, row_tiles: int, added, out, tile, n, n_out: int, warp, lane, thread, shared
     ) -> None:
         """Add up the warps' parts, in order, and store."""
         warps = self.tuning.warps
@@ -136,11 +141,11 @@ class _Few:
                 total = total + shared[other, register, at]
             target = T.bind(tile * TILE + output)
             with T.If(T.And(row < n, target < n_out)), T.Then():
-                put(out, out[row, target] + total if accumulate else total, row, target)
+                put(out, total if added is None else added[row, target] + total, row, target)
 
         for_threads(8 * row_tiles * TILE, thread, warps * WARP, store)
 
-    def block(self, weight, x, out, n, n_out: int, accumulate: bool, tile, thread, shared) -> None:
+    def block(self, weight, x, added, out, n, n_out: int, tile, thread, shared) -> None:
         """A block's tile."""
         warp, lane = T.bind(T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
         if self.tuning.overlap:
@@ -149,59 +154,22 @@ class _Few:
             for row_tiles, branch in ((1, T.Then), (MOST_ROWS // 8, T.Else)):
                 with branch():
                     acc = self.products(weight, x, tile, n, row_tiles, warp, lane)
-                    self.finish(
-                        acc, row_tiles, out, tile, n, n_out, accumulate, warp, lane, thread, shared
-                    )
+                    self.finish(acc, row_tiles, added, out, tile, n, n_out, warp, lane, thread, shared)
 
 
 def linear_few(
-    n_out: int, k: int, storage: str, tuning: FewTuning, accumulate: bool = False
+    n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False
 ) -> tirx.PrimFunc:
-    """Build ``out = x @ w.T`` for at most :data:`MOST_ROWS` rows; ``accumulate`` adds to ``out`` instead.
-
-    Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
-    ``weight_fragments.py``, and out ``float32[n, N]``.
-    """
+    """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
     kernel = _Few(k, storage, tuning)
     attributes = dict(ATTRIBUTES)
     if tuning.overlap:
         attributes["tirx.kernel_launch_params"] = ["tirx.use_programtic_dependent_launch"]
 
-    def block(weight, x, out, n, tile, thread):
-        shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)
-        kernel.block(weight, x, out, T.bind(T.cast(n, "int32")), n_out, accumulate, tile, thread, shared)
-
-    if storage == "int4":
-
-        @T.prim_func(private=True)
-        def linear_few_int4(
-            x_h: T.handle,
-            codes: T.Buffer(codes_shape(n_out, k), "uint32"),
-            scales: T.Buffer(scales_shape(n_out, k), "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(attributes)
-            n = T.int64()
-            x = T.match_buffer(x_h, (n, k), "float16")
-            out = T.match_buffer(out_h, (n, n_out), "float32")
-            T.device_entry()
-            tile = T.cta_id([tiles(n_out)])
-            thread = T.thread_id([tuning.warps * WARP])
-            block((codes, scales), x, out, n, tile, thread)
-
-        return linear_few_int4
-
-    @T.prim_func(private=True)
-    def linear_few_float16(
-        x_h: T.handle, weight: T.Buffer(matrix_shape(n_out, k), "uint32"), out_h: T.handle
-    ):
-        T.func_attr(attributes)
-        n = T.int64()
-        x = T.match_buffer(x_h, (n, k), "float16")
-        out = T.match_buffer(out_h, (n, n_out), "float32")
-        T.device_entry()
+    def body(weight, x, added, out, n):
         tile = T.cta_id([tiles(n_out)])
         thread = T.thread_id([tuning.warps * WARP])
-        block((weight,), x, out, n, tile, thread)
+        shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)
+        kernel.block(weight, x, added, out, T.bind(T.cast(n, "int32")), n_out, tile, thread, shared)
 
-    return linear_few_float16
+    return product_func(n_out, k, storage, residual, attributes, body)

@@ -19,18 +19,11 @@ from tvm.script import tirx as T
 
 from .block import ATTRIBUTES, WARP, for_threads
 from .mma import block_sync, copies_commit, copies_wait, copy_async, load_shared, mma, put, u32
-from .weight_fragments import (
-    STEPS,
-    TILE,
-    UNIT,
-    UnitWeights,
-    codes_shape,
-    matrix_shape,
-    scales_shape,
-    tiles,
-    unit_words,
-)
+from .products import product_func
+from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 
+#: Rows up to which blocks are as high as few rows need.
+SOME_ROWS = 128
 #: Bytes of a row's inputs of one unit, and of a piece that is copied at once.
 _ROW_BYTES, _PIECE = 2 * UNIT, 16
 #: Bytes of a tile's scales of one unit.
@@ -72,6 +65,13 @@ class TileTuning:
     def threads(self) -> int:
         """Threads of a block."""
         return WARP * self.output_warps * self.row_warps * self.input_warps
+
+
+def tile_tuning(n_out: int, most_rows: int | None) -> TileTuning:
+    """The tuning, measured on an H200; what it takes of shared memory fits every GPU with tensor cores."""
+    if most_rows is None:
+        return TileTuning(4, 8, 2, 2, 1, 4)
+    return TileTuning(1, 8, 2, 1, 4, 3)
 
 
 class _Tiles:
@@ -180,7 +180,7 @@ class _Tiles:
                         mma(acc, at, registers, [b[4 * j + 2 * step + y] for y in range(2)])
 
     # ---- a block -------------------------------------------------------------------------------
-    def block(self, weight, x, out, n, accumulate: bool, block_row, block_output, thread, shared, red) -> None:
+    def block(self, weight, x, added, out, n, block_row, block_output, thread, shared, red) -> None:
         """A block's outputs of its rows."""
         tuning = self.tuning
         lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
@@ -223,7 +223,7 @@ class _Tiles:
         if tuning.input_warps > 1:
             self._add_parts(acc, warp, input_warp, lane, red)
         with T.If(input_warp == 0), T.Then():
-            self._store(acc, out, n, accumulate, first_tile, first_row, output_warp, row_warp, lane)
+            self._store(acc, added, out, n, first_tile, first_row, output_warp, row_warp, lane)
 
     def _add_parts(self, acc, warp, input_warp, lane, red) -> None:
         """Add up the sums of the warps that share inputs, in order, in the first of them."""
@@ -240,7 +240,7 @@ class _Tiles:
                     part = red[((other * count + warp) * self.accumulators + i) * WARP + lane]
                     put(acc, acc[i] + part, i)
 
-    def _store(self, acc, out, n, accumulate, first_tile, first_row, output_warp, row_warp, lane) -> None:
+    def _store(self, acc, added, out, n, first_tile, first_row, output_warp, row_warp, lane) -> None:
         tuning = self.tuning
         g, c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
         output = T.bind((first_tile + output_warp * tuning.output_tiles) * TILE + g)
@@ -254,67 +254,29 @@ class _Tiles:
                             at = T.bind(output + i * TILE + 8 * x)
                             total = acc[4 * (i * tuning.row_tiles + j) + 2 * x + y]
                             with T.If(at < self.n_out), T.Then():
-                                put(out, out[at_row, at] + total if accumulate else total, at_row, at)
+                                if added is not None:
+                                    total = added[at_row, at] + total
+                                put(out, total, at_row, at)
 
 
 def linear_tiles(
-    n_out: int, k: int, storage: str, tuning: TileTuning, accumulate: bool = False
+    n_out: int, k: int, storage: str, tuning: TileTuning, residual: bool = False
 ) -> tirx.PrimFunc:
-    """Build ``out = x @ w.T``; ``accumulate`` adds to ``out`` instead.
-
-    Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
-    ``weight_fragments.py``, and out ``float32[n, N]``.
-    """
+    """Build the product for any number of rows; its arguments are those of ``products.py``."""
     kernel = _Tiles(n_out, k, storage, tuning)
     columns = -(-n_out // tuning.outputs)
-    shared_bytes = kernel.shared_bytes
 
-    def row_blocks(n):
-        return T.truncdiv(T.cast(n, "int32") + (tuning.rows - 1), tuning.rows)
-
-    def block(weight, x, out, n, block_row, block_output, thread, shared, red):
-        rows = T.bind(T.cast(n, "int32"))
-        kernel.block(weight, x, out, rows, accumulate, block_row, block_output, thread, shared, red)
-
-    if storage == "int4":
-
-        @T.prim_func(private=True)
-        def linear_tiles_int4(
-            x_h: T.handle,
-            codes: T.Buffer(codes_shape(n_out, k), "uint32"),
-            scales: T.Buffer(scales_shape(n_out, k), "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(ATTRIBUTES)
-            n = T.int64()
-            x = T.match_buffer(x_h, (n, k), "float16")
-            out = T.match_buffer(out_h, (n, n_out), "float32")
-            T.device_entry()
-            T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-            block_row, block_output = T.cta_id([row_blocks(n), columns])
-            thread = T.thread_id([tuning.threads])
-            shared = T.alloc_buffer((shared_bytes,), "uint8", scope="shared.dyn", align=128)
-            T.attr({"tirx.dyn_smem_bytes": shared_bytes})
-            red = T.decl_buffer((shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn")
-            block((codes, scales), x, out, n, block_row, block_output, thread, shared, red)
-
-        return linear_tiles_int4
-
-    @T.prim_func(private=True)
-    def linear_tiles_float16(
-        x_h: T.handle, weight: T.Buffer(matrix_shape(n_out, k), "uint32"), out_h: T.handle
-    ):
-        T.func_attr(ATTRIBUTES)
-        n = T.int64()
-        x = T.match_buffer(x_h, (n, k), "float16")
-        out = T.match_buffer(out_h, (n, n_out), "float32")
-        T.device_entry()
+    def body(weight, x, added, out, n):
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        block_row, block_output = T.cta_id([row_blocks(n), columns])
+        lines = T.truncdiv(T.cast(n, "int32") + (tuning.rows - 1), tuning.rows)
+        block_row, block_output = T.cta_id([lines, columns])
+        rows = T.bind(T.cast(n, "int32"))
         thread = T.thread_id([tuning.threads])
-        shared = T.alloc_buffer((shared_bytes,), "uint8", scope="shared.dyn", align=128)
-        T.attr({"tirx.dyn_smem_bytes": shared_bytes})
-        red = T.decl_buffer((shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn")
-        block((weight,), x, out, n, block_row, block_output, thread, shared, red)
+        shared = T.alloc_buffer((kernel.shared_bytes,), "uint8", scope="shared.dyn", align=128)
+        T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes})
+        red = T.decl_buffer(
+            (kernel.shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn"
+        )
+        kernel.block(weight, x, added, out, rows, block_row, block_output, thread, shared, red)
 
-    return linear_tiles_float16
+    return product_func(n_out, k, storage, residual, ATTRIBUTES, body)

@@ -1,67 +1,145 @@
-"""Normalization and the gated activation: one block a row."""
+"""Normalization, the gated activation, and rounding: float32 rows in, rows for the next product out.
+
+Four neighbouring numbers at a time, each read once. What the tensor cores take is rounded to fp16 here; a
+magnitude beyond its range becomes the largest.
+"""
 
 from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .block import ATTRIBUTES, WARP, add, for_threads, libm, put, reduce_block
+from .block import ATTRIBUTES, WARP, add, libm, put, reduce_block, run, when
 
-THREADS = 256
+#: Most threads of a row's block, and threads of a block that takes a piece of a row.
+ROW_THREADS, THREADS = 1024, 256
+_FP16_MAX = 65504.0
 
 
-def rms_norm(dim: int, eps: float) -> tirx.PrimFunc:
-    """Build ``out = x / sqrt(mean(x**2) + eps) * weight``.
+def _width(dim: int) -> int:
+    """Neighbouring numbers that a thread takes."""
+    return 4 if dim % 4 == 0 else 1
 
-    Arguments of the kernel: x ``float32[n, dim]``, weight ``float32[dim]``, out ``float32[n, dim]``.
+
+def _put_rounded(out, value, dtype: str, *index) -> None:
+    """Store a float32 as ``dtype``; NaN stays NaN."""
+    if dtype == "float16":
+        value, most = T.bind(value), T.float32(_FP16_MAX)
+        value = T.cast(T.Select(value > most, most, T.Select(value < -most, -most, value)), dtype)
+    put(out, value, *index)
+
+
+def rms_norm(dim: int, eps: float, dtype: str = "float32") -> tirx.PrimFunc:
+    """Build ``out = x / sqrt(mean(x**2) + eps) * weight``: a block a row, which stays in registers.
+
+    Arguments of the kernel: x ``float32[n, dim]``, weight ``float32[dim]``, out ``dtype[n, dim]``.
     """
+    width = _width(dim)
+    vectors = dim // width
+    threads = min(ROW_THREADS, -(-vectors // WARP) * WARP)
+    held = -(-vectors // threads)
 
     def norm_row(row, thread, x, weight, out):
-        shared = T.alloc_shared((THREADS // WARP,), "float32")
+        shared = T.alloc_shared((max(threads // WARP, 1),), "float32")
         acc = T.alloc_local((1,), "float32")
+        line = T.alloc_local((held * width,), "float32")
         put(acc, T.float32(0), 0)
-        for_threads(dim, thread, THREADS, lambda j: put(acc, acc[0] + x[row, j] * x[row, j], 0))
-        total = reduce_block(add, acc[0], thread, THREADS, shared)
+
+        def each(body):
+            for step in range(held):
+                at = T.bind(thread + step * threads)
+                if (step + 1) * threads <= vectors:
+                    body(step, at)
+                else:
+                    when(at < vectors, lambda step=step, at=at: body(step, at))
+
+        def read(step, at):
+            put(line, x[row, run(at * width, width)], run(step * width, width))
+            for i in range(width):
+                value = line[step * width + i]
+                put(acc, acc[0] + value * value, 0)
+
+        each(read)
+        total = reduce_block(add, acc[0], thread, threads, shared)
         factor = T.bind(T.float32(1) / T.sqrt(total / T.float32(dim) + T.float32(eps)))
-        for_threads(dim, thread, THREADS, lambda j: put(out, x[row, j] * factor * weight[j], row, j))
+        gain = T.alloc_local((width,), "float32")
+
+        def write(step, at):
+            put(gain, weight[run(at * width, width)], run(0, width))
+            for i in range(width):
+                value = line[step * width + i] * factor * gain[i]
+                _put_rounded(out, value, dtype, row, at * width + i)
+
+        each(write)
 
     @T.prim_func(private=True)
     def rms_norm(x_h: T.handle, weight: T.Buffer((dim,), "float32"), out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         n = T.int64()
         x = T.match_buffer(x_h, (n, dim), "float32")
-        out = T.match_buffer(out_h, (n, dim), "float32")
+        out = T.match_buffer(out_h, (n, dim), dtype)
         T.device_entry()
         row = T.cta_id([T.cast(n, "int32")])
-        thread = T.thread_id([THREADS])
+        thread = T.thread_id([threads])
         norm_row(row, thread, x, weight, out)
 
     return rms_norm
 
 
-def silu_gate(dim: int) -> tirx.PrimFunc:
+def silu_gate(dim: int, dtype: str = "float32") -> tirx.PrimFunc:
     """Build ``out = silu(x[:, :dim]) * x[:, dim:]``.
 
-    Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``float32[n, dim]``.
+    Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``dtype[n, dim]``.
     """
+    width = _width(dim)
 
-    def gate_row(row, thread, x, out):
-        def gate(j):
-            value = T.bind(x[row, j])
+    def gate(row, vector, x, out):
+        both = T.alloc_local((2 * width,), "float32")
+        for part in range(2):
+            put(both, x[row, run(part * dim + vector * width, width)], run(part * width, width))
+        for i in range(width):
+            value = both[i]
             sigmoid = T.float32(1) / (T.float32(1) + libm("expf", T.float32(0) - value))
-            put(out, value * sigmoid * x[row, j + dim], row, j)
-
-        for_threads(dim, thread, THREADS, gate)
+            _put_rounded(out, value * sigmoid * both[width + i], dtype, row, vector * width + i)
 
     @T.prim_func(private=True)
     def silu_gate(x_h: T.handle, out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         n = T.int64()
         x = T.match_buffer(x_h, (n, 2 * dim), "float32")
-        out = T.match_buffer(out_h, (n, dim), "float32")
+        out = T.match_buffer(out_h, (n, dim), dtype)
         T.device_entry()
-        row = T.cta_id([T.cast(n, "int32")])
+        piece, row = T.cta_id([-(-dim // (width * THREADS)), T.cast(n, "int32")])
         thread = T.thread_id([THREADS])
-        gate_row(row, thread, x, out)
+        if piece * THREADS + thread < dim // width:
+            gate(row, piece * THREADS + thread, x, out)
 
     return silu_gate
+
+
+def round_rows(dim: int) -> tirx.PrimFunc:
+    """Build the kernel that rounds rows to fp16.
+
+    Arguments of the kernel: x ``float32[n, dim]``, out ``float16[n, dim]``.
+    """
+    width = _width(dim)
+
+    def round_vector(row, vector, x, out):
+        values = T.alloc_local((width,), "float32")
+        put(values, x[row, run(vector * width, width)], run(0, width))
+        for i in range(width):
+            _put_rounded(out, values[i], "float16", row, vector * width + i)
+
+    @T.prim_func(private=True)
+    def round_rows(x_h: T.handle, out_h: T.handle):
+        T.func_attr(ATTRIBUTES)
+        n = T.int64()
+        x = T.match_buffer(x_h, (n, dim), "float32")
+        out = T.match_buffer(out_h, (n, dim), "float16")
+        T.device_entry()
+        piece, row = T.cta_id([-(-dim // (width * THREADS)), T.cast(n, "int32")])
+        thread = T.thread_id([THREADS])
+        if piece * THREADS + thread < dim // width:
+            round_vector(row, piece * THREADS + thread, x, out)
+
+    return round_rows

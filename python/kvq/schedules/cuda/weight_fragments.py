@@ -19,7 +19,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from kvq.quantization.weights import GROUP, ZERO_CODE
+from kvq.quantization.storage import GROUP, STORAGES
 
 from .block import ATTRIBUTES, WARP, for_threads, when
 from .mma import bytes_of, emit, put, u32
@@ -28,7 +28,9 @@ from .mma import bytes_of, emit, put, u32
 TILE, UNIT, STEPS = 16, 64, 4
 THREADS = 128
 #: Storages of weights that have this order.
-STORAGES = ("int4", "float16")
+KINDS = ("int4", "float16")
+#: The code of 0.
+ZERO_CODE = STORAGES["int4"].center
 
 #: Two halves 1024, in whose lowest mantissa bits a code is itself, and what takes 1024 and the zero code off.
 _MAGIC, _LOW_NIBBLES, _HIGH_NIBBLES = 0x64006400, 0x000F000F, 0x00F000F0
@@ -49,7 +51,7 @@ _SIXTEENTH, _HIGH_ZERO = _halves(1 / 16), _halves(-(64 + ZERO_CODE))
 
 def fits(k: int, storage: str) -> bool:
     """Whether a weight with ``k`` inputs has this order."""
-    return storage in STORAGES and k % UNIT == 0
+    return storage in KINDS and k % UNIT == 0
 
 
 def tiles(n: int) -> int:
@@ -72,6 +74,13 @@ def matrix_shape(n: int, k: int) -> tuple[int, ...]:
     return tiles(n), k // UNIT, STEPS, WARP, 4
 
 
+def stored_tensors(storage: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the tensors of a weight ``[n, k]`` in this order, by name."""
+    if storage == "int4":
+        return {"codes": (codes_shape(n, k), "uint32"), "scales": (scales_shape(n, k), "float16")}
+    return {"weight": (matrix_shape(n, k), "uint32")}
+
+
 def unit_words(storage: str) -> int:
     """32-bit words of a lane in a unit, scales apart."""
     return STEPS if storage == "int4" else 4 * STEPS
@@ -83,7 +92,7 @@ class UnitWeights:
     Parameters
     ----------
     storage : str
-        One of :data:`STORAGES`.
+        One of :data:`KINDS`.
     words : buffer
         uint32: the lane's words from ``at`` on; the scales' word of an int4 unit is ``words[scale_at]``.
     """

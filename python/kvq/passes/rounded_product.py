@@ -1,0 +1,51 @@
+"""The names of kernels that multiply rounded activations: written by one pass, read by another."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class RoundedProduct:
+    """A product of rounded activations with a weight.
+
+    Attributes
+    ----------
+    precision : str
+        ``RoundedKernels.name``.
+    storage : str
+        How the weight is stored.
+    n, k : int
+        Outputs and inputs.
+    most_rows : int or None
+        Rows that the kernel is for; None for any number.
+    residual : bool
+        Whether it adds one.
+    """
+
+    precision: str
+    storage: str
+    n: int
+    k: int
+    most_rows: int | None = None
+    residual: bool = False
+
+    def kernel_name(self) -> str:
+        """The kernel's name in a module."""
+        rows = f"_rows{self.most_rows}" if self.most_rows else ""
+        added = "add_" if self.residual else ""
+        return f"linear_{self.precision}_{added}{self.storage}_{self.n}x{self.k}{rows}"
+
+    @classmethod
+    def parse(cls, name: str, precision: str) -> RoundedProduct | None:
+        """The product that a kernel's name stands for, None if it stands for none without a residual."""
+        found = re.fullmatch(rf"linear_{precision}_(?!add_)(\w+)_(\d+)x(\d+?)(?:_rows(\d+))?", name)
+        if found is None:
+            return None
+        storage, n, k, rows = found.groups()
+        return cls(precision, storage, int(n), int(k), int(rows) if rows else None)
+
+    def with_residual(self) -> RoundedProduct:
+        """The same product, with a residual."""
+        return replace(self, residual=True)

@@ -1,0 +1,73 @@
+"""The choice of experts, and products with their matrices, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kernel_rig import build, relative_error, tensor
+from kvq.compiler.target import cpu_target
+from kvq.errors import CompileError
+from kvq.schedules.cpu import experts
+from test_kernels_linear import Weight, empty
+
+ROWS = 70
+NUM, TOP = 5, 2
+
+
+def chosen_experts(rng: np.random.Generator) -> np.ndarray:
+    """Two different experts for each row; expert 3 is never chosen."""
+    used = [0, 1, 2, 4]
+    return np.stack([rng.permutation(used)[:TOP] for _ in range(ROWS)]).astype(np.int32)
+
+
+@pytest.mark.parametrize(("num", "top", "normalize"), [(5, 2, True), (130, 8, False)])
+def test_routing(num: int, top: int, normalize: bool) -> None:
+    logits = (4 * np.random.default_rng(0).standard_normal((ROWS, num))).astype(np.float32)
+    logits[3] = 1.5  # of equal ones the first
+    logits[4, 1:] = -200  # the others underflow
+    weights, chosen = empty(ROWS, top), empty(ROWS, top, dtype="int32")
+    build(experts.route_experts(num, top, normalize))(tensor(logits), weights, chosen)
+    order = np.argsort(-logits, axis=1, kind="stable")[:, :top]
+    np.testing.assert_array_equal(chosen.numpy(), order)
+    likelihood = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
+    expected = np.take_along_axis(likelihood, order, axis=1)
+    expected /= (expected if normalize else likelihood).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=2e-6, atol=1e-30)
+
+
+@pytest.mark.parametrize(
+    ("opt", "shared", "storage", "k"),
+    [("O1", True, "int4", 544), ("O0", False, "int4_min", 96), ("O1", False, "float16", 96)],
+)
+def test_product(opt: str, shared: bool, storage: str, k: int) -> None:
+    """More inputs than are float32 at a time; inputs shared by a row's experts, or one for each."""
+    rng, n = np.random.default_rng(1), 48
+    if storage == "float16":
+        values = rng.standard_normal((NUM * n, k)).astype(np.float16)
+        kernels = cpu_target(opt).kernels
+        how = kernels.prepare_matrix(NUM * n, k, storage)
+        prepared = empty(*how.shape, dtype=how.dtype)
+        build(how.build())(tensor(values), prepared)
+        tensors, values = [prepared], values.astype(np.float32)
+    else:
+        weight = Weight(NUM * n, k, storage)
+        tensors, values = weight.tensors, weight.value
+    matrices = values.reshape(NUM, n, k)
+    chosen = chosen_experts(rng)
+    x = rng.standard_normal((ROWS, k) if shared else (ROWS, TOP, k)).astype(np.float32)
+    kernel = build(experts.expert_linear(n, k, NUM, TOP, shared, storage, cpu_target(opt).isa), opt)
+    results = []
+    for rows in (1, 7, ROWS):
+        y = empty(rows, TOP, n)
+        kernel(tensor(x[:rows]), *tensors, tensor(chosen[:rows]), y)
+        results.append(y.numpy())
+    for y in results:
+        np.testing.assert_array_equal(y, results[-1][: len(y)])
+    inputs = np.repeat(x[:, None], TOP, axis=1) if shared else x
+    assert relative_error(results[-1], np.einsum("ijk,ijnk->ijn", inputs, matrices[chosen])) < 3e-6
+
+
+def test_widths_that_no_block_fits_are_refused() -> None:
+    with pytest.raises(CompileError, match="experts of 40 outputs"):
+        experts.expert_linear(40, 64, NUM, TOP, True, "float32", cpu_target().isa)
