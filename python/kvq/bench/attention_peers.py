@@ -50,7 +50,13 @@ def _imported(module: str, install: str) -> Any:
         raise ConfigError(f"--peer needs {module}: {error}; {install}") from None
 
 
-def _torch() -> Any:
+def torch_with_cuda() -> Any:
+    """PyTorch, if it is installed and finds a GPU.
+
+    Raises
+    ------
+    ConfigError
+    """
     torch = _imported("torch", "pip install torch, with CUDA")
     if not torch.cuda.is_available():
         raise ConfigError("--peer needs PyTorch with CUDA: this PyTorch finds no GPU")
@@ -59,7 +65,7 @@ def _torch() -> Any:
 
 def _torch_sdpa(case: PeerCase) -> Callable[[int], Any] | None:
     """PyTorch's ``scaled_dot_product_attention`` over contiguous caches of equal length."""
-    torch = _torch()
+    torch = torch_with_cuda()
     if len(set(case.lengths)) > 1:
         return None
     batch, dim = len(case.lengths), case.head_dim
@@ -73,7 +79,7 @@ def _torch_sdpa(case: PeerCase) -> Callable[[int], Any] | None:
 
 def _flashinfer(case: PeerCase) -> Callable[[int], Any] | None:
     """FlashInfer's batch decode over scattered pages."""
-    torch = _torch()
+    torch = torch_with_cuda()
     library = _imported("flashinfer", "pip install flashinfer-python")
     pages, heads, dim = case.pages, case.num_kv_heads, case.head_dim
     indptr = torch.tensor([0, *pages], device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -103,7 +109,7 @@ def _lmdeploy(bits: int) -> Peer:
     """LMDeploy's Triton kernel over scattered pages, fp16 or with a scale and zero a token and head."""
 
     def make(case: PeerCase) -> Callable[[int], Any] | None:
-        torch = _torch()
+        torch = torch_with_cuda()
         kernel = _imported("lmdeploy.pytorch.kernels.cuda.pagedattention", "pip install lmdeploy")
         policies = _imported("lmdeploy.messages", "pip install lmdeploy").QuantPolicy
         pages, heads = case.pages, case.num_kv_heads
@@ -168,7 +174,7 @@ def peer_times(peer: Peer, case: PeerCase, launches: int, replays: int) -> list[
     ConfigError
         If the peer is not installed.
     """
-    torch = _torch()
+    torch = torch_with_cuda()
     launch = peer(case)
     if launch is None:
         return []

@@ -51,6 +51,11 @@ def add_kind(kinds: Any) -> None:
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the kernels into --kernels, no GPU needed"
     )
+    parser.add_argument(
+        "--prefill",
+        action="store_true",
+        help="whole prompts instead of decode: 1x8192 is one of 8,192 tokens",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=run)
 
@@ -59,29 +64,34 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq bench attention``."""
     import tempfile
 
+    from kvq.bench import prefill_attention
     from kvq.bench.attention import DEFAULT_SHAPES, Geometry, bench_attention, compile_kernel, parse_shapes
     from kvq.cli.tables import error_console
     from kvq.errors import ConfigError
     from kvq.quantization.scheme import KVQuantization
 
     schemes = [KVQuantization.parse(name.strip()) for name in args.kv.split(",")]
-    shapes = parse_shapes(args.shape or DEFAULT_SHAPES)
+    shapes = parse_shapes(
+        args.shape or (prefill_attention.DEFAULT_SHAPES if args.prefill else DEFAULT_SHAPES)
+    )
     geometry = Geometry(args.heads, args.kv_heads, args.head_dim)
     layouts = [geometry.layout(kv, args.page_size) for kv in schemes]
     if args.compile_only:
         if args.kernels is None:
             raise ConfigError("--compile-only needs --kernels DIR to put the kernels into")
+        compile_one = prefill_attention.compile_prefill if args.prefill else compile_kernel
         for layout in layouts:
-            compile_kernel(Path(args.kernels), layout, geometry.num_heads, args.cuda_arch)
+            compile_one(Path(args.kernels), layout, geometry.num_heads, args.cuda_arch)
         return 0
     if args.cuda_arch is not None:
         raise ConfigError("--cuda-arch goes with --compile-only: what is measured is compiled for this GPU")
     with tempfile.TemporaryDirectory() as scratch, error_console().status("") as status:
         kernels = Path(args.kernels or scratch)
         peers = [name.strip() for name in (args.peer or "").split(",") if name.strip()]
-        figures, copy_rate = bench_attention(
-            schemes, shapes, geometry, args.page_size, kernels, peers, report=status.update
-        )
+        measured = schemes, shapes, geometry, args.page_size, kernels, peers
+        if args.prefill:
+            return _show_prefill(prefill_attention.bench_prefill(*measured, report=status.update), args.json)
+        figures, copy_rate = bench_attention(*measured, report=status.update)
     if args.json:
         print(
             json.dumps(
@@ -90,6 +100,31 @@ def run(args: argparse.Namespace) -> int:
         )
     else:
         _print(figures, copy_rate)
+    return 0
+
+
+def _show_prefill(figures: list[Any], as_json: bool) -> int:
+    from kvq.cli.tables import print_table
+
+    if as_json:
+        print(json.dumps({"figures": [f.to_dict() for f in figures]}, indent=2))
+        return 0
+    print_table(
+        f"prefill attention, heads {figures[0].heads}",
+        ["shape", "cache", "us a layer", "fastest", "slowest", "TFLOP/s", "error"],
+        [
+            [
+                f.shape,
+                f.kv,
+                f"{f.us:.1f}",
+                f"{f.fastest:.1f}",
+                f"{f.slowest:.1f}",
+                f"{f.tflops:.0f}",
+                "" if f.error is None else f"{f.error:.1e}",
+            ]
+            for f in figures
+        ],
+    )
     return 0
 
 

@@ -97,7 +97,9 @@ class WeightPlan:
         self._shapes.append(shape)
         self._storages.append(storage)
         stored = stored_tensors(name, shape, storage)
-        self._add_tensors([self._tensor(tensor, self._preparation(tensor, shape, storage)) for tensor in stored])
+        self._add_tensors(
+            [self._tensor(tensor, self._preparation(tensor, shape, storage)) for tensor in stored]
+        )
 
     def shape(self, weight: int) -> tuple[int, ...]:
         """Shape of the model's weight number ``weight``."""

@@ -117,7 +117,9 @@ class LoadedModel:
     def prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> np.ndarray:
         """Run a planned step of any shape; float32 ``[len(logit_rows), vocabulary]``."""
         step = self._steps.prefill(ids, logit_rows)
-        result = self.library.step_function("prefill", plan.num_rows)(step.ids, step.wanted, *self._arguments(step))
+        result = self.library.step_function("prefill", plan.num_rows)(
+            step.ids, step.wanted, *self._arguments(step)
+        )
         return self.library.host_array(result[0])[0]
 
     def decode(self, ids: Any, plan: StepPlan) -> np.ndarray:

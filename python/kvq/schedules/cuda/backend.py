@@ -51,7 +51,9 @@ class CudaHalfKernels:
         self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
     ) -> tirx.PrimFunc:
         if most_rows == linear_few.MOST_ROWS:
-            return linear_few.linear_few(n, k, storage, linear_few.few_tuning(n, storage, self.archs), residual)
+            return linear_few.linear_few(
+                n, k, storage, linear_few.few_tuning(n, storage, self.archs), residual
+            )
         tuning = linear_tiles.tile_tuning(n, most_rows)
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
 

@@ -157,9 +157,7 @@ class _Few:
                     self.finish(acc, row_tiles, added, out, tile, n, n_out, warp, lane, thread, shared)
 
 
-def linear_few(
-    n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False
-) -> tirx.PrimFunc:
+def linear_few(n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False) -> tirx.PrimFunc:
     """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
     kernel = _Few(k, storage, tuning)
     attributes = dict(ATTRIBUTES)

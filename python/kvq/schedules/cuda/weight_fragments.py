@@ -292,9 +292,7 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
         return embedding_int4
 
     @T.prim_func(private=True)
-    def embedding_float16(
-        ids_h: T.handle, weight: T.Buffer(matrix_shape(n, k), "uint32"), out_h: T.handle
-    ):
+    def embedding_float16(ids_h: T.handle, weight: T.Buffer(matrix_shape(n, k), "uint32"), out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         m = T.int64()
         ids = T.match_buffer(ids_h, (m,), "int32")
