@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
 from .fragments import Codes
-from .key_pairs import KeyPairs, pairs_per_lane
+from .key_pairs import KeyPairs
 from .mma import (
     LOG2E,
     WARP,
@@ -105,41 +105,53 @@ class DecodeQuery:
         half2(dst, at, *clipped)
 
     def load(self, q, task) -> None:
-        """Read the block's queries; zero beyond its heads. All warps of the block take part."""
-        heads, dim = self.place.heads, self.dim
-        values, packed = T.alloc_local([4], "float32"), T.alloc_local([2], "uint32")
-        for t in range(self.steps):
-            with T.If(T.And(self.warp == t % self.place.warps, self.g < self.columns)), T.Then():
-                for i in range(2):
-                    put(packed, u32(0), i)
-                with T.If(T.And(self.g < heads, self.g < task.heads)), T.Then():
-                    source = q.ptr_to([task.row, task.first_head + self.g, self.c * (dim // 4) + 4 * t])
-                    load_global(values, 0, 4, source, 0, "f32")
-                    for i in range(2):
-                        self._halves(packed, i, values[2 * i], values[2 * i + 1])
-                store_shared(self.plain_at, t * self.columns * 32, [packed[0], packed[1]], "u32")
-        if self.place.layout.k_bits:
-            self._load_owned(q, task)
+        """Read the block's queries; zero beyond its heads. All warps of the block take part.
+
+        Everything is asked for before anything is waited for.
+        """
+        share = -(-self.steps // self.place.warps)
+        steps = [T.bind(self.warp + i * self.place.warps) for i in range(share)]
+        plain = T.alloc_local([4 * share], "float32")
+        for i, t in enumerate(steps):
+            for j in range(4):
+                put(plain, T.float32(0), 4 * i + j)
+            own = T.And(self.g < self.columns, T.And(self.g < self.place.heads, self.g < task.heads))
+            with T.If(T.And(t < self.steps, own)), T.Then():
+                source = q.ptr_to([task.row, task.first_head + self.g, self.c * (self.dim // 4) + 4 * t])
+                load_global(plain, 4 * i, 4, source, 0, "f32")
+        coded = self.place.layout.k_bits is not None
+        values = self._load_owned(q, task) if coded else None
+        packed = T.alloc_local([2], "uint32")
+        for i, t in enumerate(steps):
+            with T.If(T.And(t < self.steps, self.g < self.columns)), T.Then():
+                for j in range(2):
+                    self._halves(packed, j, plain[4 * i + 2 * j], plain[4 * i + 2 * j + 1])
+                address = T.bind(self.plain_at + T.cast(t * self.columns * 32, "uint32"))
+                store_shared(address, 0, [packed[0], packed[1]], "u32")
+        if coded:
+            n = self.pairs.per_lane
+            for i in range(self.columns):
+                for j in range(n):
+                    at = 2 * n * i + j
+                    self._halves(self.owned, n * i + j, values[at], values[at + n])
         block_sync()
 
-    def _load_owned(self, q, task) -> None:
-        """The lane's pairs of every head, a pair a word."""
-        n = pairs_per_lane(self.place.layout)
-        values = T.alloc_local([2 * n], "float32")
+    def _load_owned(self, q, task):
+        """The lane's pairs of every head: first channels, then second ones, head after head."""
+        n = self.pairs.per_lane
+        values = T.alloc_local([2 * n * self.columns], "float32")
+        for i in range(2 * n * self.columns):
+            put(values, T.float32(0), i)
         for i in range(self.columns):
-            head = T.bitwise_xor(self.swap, i) if self.columns == 8 else T.int32(i)
-            for j in range(n):
-                put(self.owned, u32(0), n * i + j)
             if self.columns == 4 and i >= self.place.heads:
                 continue
+            head = T.bitwise_xor(self.swap, i) if self.columns == 8 else T.int32(i)
             with T.If(head < task.heads), T.Then():
                 for part in range(2):
                     first = self.pairs.lane * n + part * (self.dim // 2)
-                    load_global(
-                        values, part * n, n, q.ptr_to([task.row, task.first_head + head, first]), 0, "f32"
-                    )
-                for j in range(n):
-                    self._halves(self.owned, n * i + j, values[j], values[n + j])
+                    source = q.ptr_to([task.row, task.first_head + head, first])
+                    load_global(values, (2 * i + part) * n, n, source, 0, "f32")
+        return values
 
     def plain(self, t: int) -> tuple:
         """Operand B of channels ``c D/4 + 4 t + 2 y + h``: queries as they are."""
