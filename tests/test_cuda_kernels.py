@@ -10,6 +10,7 @@ from kernel_rig import random_rows, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.quantization.storage import STORAGES, pack_codes
+from test_kernels_linear import gated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no CUDA device")]
 
@@ -53,7 +54,8 @@ NEEDED = [
     *(("kv_append", APPEND_LAYOUT, 2, rotary, 1.0, "float32") for rotary in ROTARY),
     ("rope_table", 32, 1.5),
     ("rms_norm", 576, 1e-5),
-    ("silu_gate", 1536),
+    ("gate", 1536, "silu"),
+    ("gate", 1536, "gelu_tanh"),
 ]
 RIGS = [(layout, group * layout.num_kv_heads) for layout, group in ATTENTION]
 for _layout, _heads in RIGS:
@@ -222,7 +224,7 @@ def test_norm_and_gate():
     np.testing.assert_allclose(out.numpy(), expected, rtol=2e-6)
     x = (rng.standard_normal((3, 3072)) * 20).astype(np.float32)
     x[0, :4] = -200, 200, 0, -90
-    out = tensor(np.full((3, 1536), np.nan, np.float32))
-    kernel("silu_gate", 1536)(tensor(x), out)
-    gate = x[:, :1536].astype(np.float64)
-    np.testing.assert_allclose(out.numpy(), gate / (1 + np.exp(-gate)) * x[:, 1536:], rtol=1e-5, atol=1e-30)
+    for activation in ("silu", "gelu_tanh"):
+        out = tensor(np.full((3, 1536), np.nan, np.float32))
+        kernel("gate", 1536, activation)(tensor(x), out)
+        np.testing.assert_allclose(out.numpy(), gated(x, activation), rtol=1e-5, atol=1e-6)

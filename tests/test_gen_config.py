@@ -197,7 +197,7 @@ def test_tokenizers_that_do_not_fit(tmp_path: Path) -> None:
     (path / "tokenizer.json").write_bytes(tokenizer[:1000])
     assert "tokenizer.json: cannot be read as a tokenizer" in refuse(path, out)
     (path / "tokenizer.json").unlink()
-    assert "tokenizer.json is missing" in refuse(path, out)
+    assert "no tokenizer.json, tokenizer.model or *.tiktoken" in refuse(path, out)
 
 
 def test_unwritable_output_leaves_it_as_it_was(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kvq.compiler.target import cpu_target
 from kvq.passes.lower_weights import WeightPlan
 from kvq.quantization.storage import STORAGES, pack_codes
 from kvq.schedules.cpu import activations, embedding, linear, linear_q8, weight_blocks
-from kvq.schedules.cpu.pointwise import rms_norm, silu_gate
+from kvq.schedules.cpu.pointwise import gate, rms_norm
 from kvq.schedules.cpu.vector import CpuIsa
 
 ROWS = (1, 2, 7, 16, 64, 512)
@@ -163,9 +163,17 @@ def test_rms_norm(dim):
     )
 
 
-def test_silu_gate_far_from_zero():
+def gated(x: np.ndarray, activation: str) -> np.ndarray:
+    """``act`` of the first half of rows, times the second half."""
+    value, up = np.split(x.astype(np.float64), 2, axis=1)
+    if activation == "silu":
+        return value / (1 + np.exp(-value)) * up
+    return 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3))) * up
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_gate_far_from_zero(activation):
     x = np.random.default_rng(5).standard_normal((9, 128)).astype(np.float32) * 20
     x[0, :4] = [-200, 200, 0, -88]
-    gate, up = x[:, :64].astype(np.float64), x[:, 64:]
-    expected = gate / (1 + np.exp(-gate)) * up
-    check_pointwise(lambda quantize: silu_gate(64, cpu_target().isa, quantize), x, [], 64, expected)
+    expected = gated(x, activation)
+    check_pointwise(lambda quantize: gate(64, activation, cpu_target().isa, quantize), x, [], 64, expected)

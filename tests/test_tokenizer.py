@@ -135,7 +135,7 @@ def test_vocabularies_that_cannot_be_used() -> None:
         ({}, "tokenizer.ggml.tokens is missing"),
         ({**byte_level(), "tokenizer.ggml.model": "rwkv"}, "tokenizer of kind 'rwkv' is not supported"),
         (byte_level("tekken"), "pre-tokenizer 'tekken' is not supported"),
-        (byte_level(merges=["q qqq"]), "merges does not fit the vocabulary"),
+        (byte_level(merges=["q qqq"]), "the merges do not fit the vocabulary"),
         (byte_level(tokens=["a", "a"]), "holds 1 tokens twice"),
         (sentencepiece(scores=[1.0]), "tokenizer.ggml.scores is missing or of another length"),
     ):

@@ -43,7 +43,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--conv-template",
         metavar="NAME",
-        help="chat template: chatml, llama-2, llama-3, plain, or checkpoint (default: the checkpoint's own)",
+        help="chat template: chatml (also Qwen), llama-2, llama-3, mistral, gemma, phi-3, plain, or "
+        "checkpoint (default: the checkpoint's own)",
     )
     parser.set_defaults(func=run)
 

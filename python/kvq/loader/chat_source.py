@@ -102,18 +102,19 @@ def _from_gguf(metadata: dict[str, Any], path: Path) -> ChatSource:
 
 
 def _from_directory(path: Path) -> ChatSource:
+    from kvq.loader.tokenizer_files import build_from_directory
+
     try:
         files = {name: (path / name).read_bytes() for name in TOKENIZER_FILES if (path / name).is_file()}
     except OSError as problem:
         raise CheckpointError(f"{problem.filename}: cannot be read: {problem.strerror}") from None
-    if "tokenizer.json" not in files:
-        raise CheckpointError(
-            f"{path}: tokenizer.json is missing: save the tokenizer with transformers (a fast tokenizer) once"
-        )
     tokenizer_config = _optional(path / "tokenizer_config.json")
+    if "tokenizer.json" not in files:
+        made = build_from_directory(path, tokenizer_config)
+        files["tokenizer.json"] = made.to_str(pretty=False).encode()
     generation = _optional(path / "generation_config.json")
     config = _optional(path / "config.json")
-    vocab = _vocab(path / "tokenizer.json")
+    vocab = _vocab(files["tokenizer.json"], path / "tokenizer.json")
 
     def token_id(key: str) -> int | None:
         token = tokenizer_config.get(key)
@@ -148,11 +149,11 @@ def _optional(path: Path) -> dict[str, Any]:
     return data
 
 
-def _vocab(path: Path) -> dict[str, int]:
+def _vocab(content: bytes, path: Path) -> dict[str, int]:
     from tokenizers import Tokenizer
 
     try:
-        vocab: dict[str, int] = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        vocab: dict[str, int] = Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
     except Exception as problem:  # the library raises nothing narrower
         raise CheckpointError(f"{path}: cannot be read as a tokenizer: {problem}") from None
     return vocab

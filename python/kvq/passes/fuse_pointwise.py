@@ -1,7 +1,7 @@
 """FusePointwise: what stands between two matrix products becomes one kernel, or none.
 
-- ``rms_norm`` of float32 rows, and ``multiply(silu(a), b)`` where a and b are the halves of one ``split``,
-  become our kernels;
+- ``rms_norm`` of float32 rows, and ``multiply(act(a), b)`` where a and b are the halves of one ``split`` and
+  ``act`` is ``silu`` or ``gelu_tanh``, become our kernels;
 - ``quantize_rows`` of such a kernel's result becomes part of it;
 - the addition of a residual to a product of rounded activations becomes part of the product;
 - a reshape of a reshape becomes one.
@@ -22,7 +22,9 @@ from kvq.schedules.backend import Kernels
 
 from .rounded_product import RoundedProduct
 
-_NORM, _SILU = Op.get("relax.nn.rms_norm"), Op.get("relax.nn.silu")
+_NORM = Op.get("relax.nn.rms_norm")
+#: Activations of a gate, by their operators.
+_ACTIVATIONS = {Op.get(f"relax.nn.{name}"): name for name in ("silu", "gelu_tanh")}
 _MULTIPLY, _SPLIT = Op.get("relax.multiply"), Op.get("relax.split")
 _ADD, _RESHAPE = Op.get("relax.add"), Op.get("relax.reshape")
 _CALL_TIR = Op.get("relax.call_tir")
@@ -102,14 +104,15 @@ class _Rewriter(PyExprMutator):
         return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
 
     def gate(self, call: relax.Call) -> relax.Expr:
-        source = self._gated(*call.args)
-        if source is None:
+        found = self._gated(*call.args)
+        if found is None:
             return call
+        source, activation = found
         dim = int(source.ty.shape[1]) // 2
-        name = f"silu_gate_{dim}"
+        name = f"{activation}_gate_{dim}"
         if rounded := self.backend.rounded:
-            self.quantizing[name] = lambda: rounded.silu_gate(dim)
-        kernel = self.kernel(name, lambda: self.backend.silu_gate(dim))
+            self.quantizing[name] = lambda: rounded.gate(dim, activation)
+        kernel = self.kernel(name, lambda: self.backend.gate(dim, activation))
         return relax.call_tir(kernel, [source], out_ty=call.ty)
 
     def quantize(self, call: relax.Call) -> relax.Expr:
@@ -140,12 +143,12 @@ class _Rewriter(PyExprMutator):
     def _value(self, expr: relax.Expr) -> Any:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None
 
-    def _gated(self, activated: relax.Expr, up: relax.Expr) -> relax.Expr | None:
-        """``x`` if the arguments are ``silu(split(x)[0])`` and ``split(x)[1]`` of rows."""
-        silu, second = self._value(activated), self._value(up)
-        if not (isinstance(silu, relax.Call) and silu.op == _SILU):
+    def _gated(self, activated: relax.Expr, up: relax.Expr) -> tuple[relax.Expr, str] | None:
+        """``x`` and ``act`` if the arguments are ``act(split(x)[0])`` and ``split(x)[1]`` of rows."""
+        act, second = self._value(activated), self._value(up)
+        if not (isinstance(act, relax.Call) and act.op in _ACTIVATIONS):
             return None
-        first = self._value(silu.args[0])
+        first = self._value(act.args[0])
         if not (isinstance(first, relax.TupleGetItem) and isinstance(second, relax.TupleGetItem)):
             return None
         if (first.index, second.index) != (0, 1) or not first.tuple_value.same_as(second.tuple_value):
@@ -153,7 +156,8 @@ class _Rewriter(PyExprMutator):
         split = self._value(first.tuple_value)
         if not (isinstance(split, relax.Call) and split.op == _SPLIT and _is_rows(split.args[0].ty)):
             return None
-        return split.args[0] if len(split.ty.fields) == 2 and int(split.attrs.axis) in (-1, 1) else None
+        halves = len(split.ty.fields) == 2 and int(split.attrs.axis) in (-1, 1)
+        return (split.args[0], _ACTIVATIONS[act.op]) if halves else None
 
 
 @tvm.transform.module_pass(opt_level=0, name="FusePointwise")

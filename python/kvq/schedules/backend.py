@@ -116,7 +116,7 @@ class RoundedKernels(Protocol):
         """Normalize and round."""
         ...
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
         """Gate and round."""
         ...
 
@@ -209,6 +209,6 @@ class Kernels(Protocol):
         """Normalize float32 rows."""
         ...
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        """The gated activation of float32 rows."""
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+        """The gated activation of float32 rows, ``silu`` or ``gelu_tanh``."""
         ...

@@ -37,6 +37,35 @@ CONV_TEMPLATES = {
         "{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}"
         "{% endif %}"
     ),
+    "mistral": (
+        "{{ bos_token }}"
+        "{% for message in messages %}"
+        "{% if message['role'] == 'system' %}"
+        "{% elif message['role'] == 'user' %}"
+        "{{ '[INST] ' + (messages[0]['content'] + '\\n\\n' if loop.index0 == 1"
+        " and messages[0]['role'] == 'system' else '') + message['content'] + ' [/INST]' }}"
+        "{% else %}{{ ' ' + message['content'] + eos_token }}{% endif %}"
+        "{% endfor %}"
+    ),
+    "gemma": (
+        "{{ bos_token }}"
+        "{% for message in messages %}"
+        "{% if message['role'] == 'system' %}"
+        "{% else %}"
+        "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n'"
+        " + (messages[0]['content'] + '\\n\\n' if loop.index0 == 1 and messages[0]['role'] == 'system'"
+        " else '') + message['content'] | trim + '<end_of_turn>\\n' }}"
+        "{% endif %}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+    ),
+    "phi-3": (
+        "{{ bos_token }}"
+        "{% for message in messages %}"
+        "{{ '<|' + message['role'] + '|>\\n' + message['content'] + '<|end|>\\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+    ),
     "plain": "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
 

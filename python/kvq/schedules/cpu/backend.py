@@ -53,8 +53,8 @@ class CpuInt8Kernels:
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa, quantize=True)
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        return pointwise.silu_gate(dim, self.isa, quantize=True)
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+        return pointwise.gate(dim, activation, self.isa, quantize=True)
 
 
 @dataclass(frozen=True)
@@ -131,5 +131,5 @@ class CpuKernels:
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        return pointwise.silu_gate(dim, self.isa)
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+        return pointwise.gate(dim, activation, self.isa)

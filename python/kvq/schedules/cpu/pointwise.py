@@ -1,9 +1,11 @@
-"""Normalization and the gated activation: one pass over each row, vectorized."""
+"""Normalization and gated activations: one pass over each row, vectorized."""
 
 from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+
+from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
 
 from .activations import emit_quantize_row, quantized_width
 from .row_ops import vector_lanes
@@ -50,8 +52,11 @@ def rms_norm(dim: int, eps: float, isa: CpuIsa, quantize: bool = False) -> tirx.
     return rms_norm
 
 
-def silu_gate(dim: int, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
-    """Build ``out = silu(x[:, :dim]) * x[:, dim:]``, quantized for ``linear_q8`` if asked.
+def gate(dim: int, activation: str, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
+    """Build ``out = act(x[:, :dim]) * x[:, dim:]``, quantized for ``linear_q8`` if asked.
+
+    ``activation`` is ``silu`` or ``gelu_tanh``; both are ``g * sigmoid(s)``, with ``s = g`` or twice the
+    argument of gelu's tanh.
 
     Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``float32[n, dim]`` or
     ``int32[n, quantized_width(dim)]``.
@@ -61,12 +66,16 @@ def silu_gate(dim: int, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
 
     def gate_row(i, x, out):
         def gated(start):
-            gate = T.bind(x[i, run(start, lanes)])
-            # e**-|g| never overflows: sigmoid(g) = 1 / (1 + e**-|g|), times e**-|g| where g < 0
-            small = T.bind(exp(T.min(gate, constant(0, lanes) - gate), lanes))
-            above = T.Select(gate < constant(0, lanes), small, constant(1, lanes))
+            value = T.bind(x[i, run(start, lanes)])
+            s = value
+            if activation == "gelu_tanh":
+                cubic = fma(value * value, constant(GELU_CUBIC, lanes), constant(1, lanes), lanes)
+                s = T.bind(value * constant(GELU_SCALE, lanes) * cubic)
+            # e**-|s| never overflows: sigmoid(s) = 1 / (1 + e**-|s|), times e**-|s| where s < 0
+            small = T.bind(exp(T.min(s, constant(0, lanes) - s), lanes))
+            above = T.Select(s < constant(0, lanes), small, constant(1, lanes))
             sigmoid = above / (constant(1, lanes) + small)
-            return gate * sigmoid * x[i, run(start + dim, lanes)]
+            return value * sigmoid * x[i, run(start + dim, lanes)]
 
         if quantize:
             emit_quantize_row(gated, out, i, dim, isa)
@@ -75,11 +84,11 @@ def silu_gate(dim: int, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:
                 put(out, gated(j * lanes), i, run(j * lanes, lanes))
 
     @T.prim_func(s_tir=True, private=True)
-    def silu_gate(x_h: T.handle, out_h: T.handle):
+    def gate(x_h: T.handle, out_h: T.handle):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
         n = T.int64()
         x = T.match_buffer(x_h, (n, 2 * dim), "float32")
         out = T.match_buffer(out_h, (n, width), dtype)
         for_rows(n, gate_row, x, out)
 
-    return silu_gate
+    return gate

@@ -60,8 +60,8 @@ class CudaHalfKernels:
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, "float16")
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        return pointwise.silu_gate(dim, "float16")
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+        return pointwise.gate(dim, activation, "float16")
 
 
 @dataclass(frozen=True)
@@ -176,5 +176,5 @@ class CudaKernels:
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)
 
-    def silu_gate(self, dim: int) -> tirx.PrimFunc:
-        return pointwise.silu_gate(dim)
+    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+        return pointwise.gate(dim, activation)
