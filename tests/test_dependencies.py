@@ -20,7 +20,17 @@ STOREYS = (
     {"layout", "config", "presets"},
     {"model", "loader", "quantization", "passes", "schedules", "runtime", "tokenizer"},
     {
-        *("convert", "gen_config", "compiler", "demo_model", "model_source", "build", "memory", "engine"),
+        *(
+            "convert",
+            "gen_config",
+            "compiler",
+            "demo_model",
+            "hub",
+            "model_source",
+            "build",
+            "memory",
+            "engine",
+        ),
         *("eval", "bench", "compare", "inspect_cache", "serve"),
     },
     {"cli", "__main__"},

@@ -14,6 +14,7 @@ NAME = "bench"
 _EXAMPLE = """example:
   kvq bench decode smollm2 --context 128,2048,8000 --kv none,int4,int3
   kvq bench prefill smollm2 --tokens 128,2048 --json
+  kvq bench decode llama-3-8b --random-weights --device cuda --context 1024,131072 --kv int4,none
   kvq bench serve smollm2 --clients 16
   kvq bench attention --device cuda
 """
@@ -57,12 +58,18 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
         "model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory"
     )
     parser.add_argument(
-        "--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)"
+        "--quantization", metavar="Q", help="weight scheme (default: the model's own, else q4f16_1)"
     )
     parser.add_argument(
         "--kv", metavar="LIST", default="none,int4,int3", help="cache schemes (default: %(default)s)"
     )
     parser.add_argument("--opt", default="O2", help="optimization level (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: %(default)s")
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="MODEL is a shape such as llama-3-8b; its weights are made up on the device",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(func=run)
     return parser
@@ -94,7 +101,13 @@ def run(args: argparse.Namespace) -> int:
     from kvq.compare import parse_schemes
 
     schemes = parse_schemes(args.kv)
-    common: dict[str, Any] = {"quantization": args.quantization, "opt": args.opt, "rounds": args.rounds}
+    common: dict[str, Any] = {
+        "quantization": args.quantization,
+        "opt": args.opt,
+        "rounds": args.rounds,
+        "device": args.device,
+        "random_weights": args.random_weights,
+    }
     measure: Callable[..., list[dict[str, Any]]]
     if args.kind == "decode":
         sizes, measure, at = numbers(args.context, "--context"), bench_decode, "context"
@@ -111,12 +124,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _describe_device(row: dict[str, Any]) -> str:
+    return f"{row['threads']} " + ("threads" if row["device"] == "cpu" else "multiprocessors")
+
+
 def _print(title: str, at: str, rows: list[dict[str, Any]]) -> None:
     from kvq.cli.tables import print_table
 
     first = rows[0]
     print_table(
-        f"{title}: weights {first['quantization']}, {first['opt']}, {first['threads']} threads, "
+        f"{title}: weights {first['quantization']}, {first['opt']}, {_describe_device(first)}, "
         f"median of {first['rounds']} rounds",
         [at, "kv", "tokens/s", "slowest", "fastest", f"vs {first['kv']}"],
         [

@@ -20,7 +20,7 @@ def add_model(parser: argparse.ArgumentParser, schemes: str) -> None:
     """Add the model, the schemes, and how both are compiled."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory")
-    add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
+    add("--quantization", metavar="Q", help="weight scheme (default: the model's own, else q4f16_1)")
     add(
         "--kv",
         metavar="LIST",

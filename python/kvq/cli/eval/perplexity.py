@@ -34,7 +34,7 @@ def add_parser(kinds: Any) -> None:
         nargs="?",
         help="smollm2, a .gguf file, a checkpoint, or a converted directory",
     )
-    add("--quantization", metavar="Q", help="weight scheme (default: the directory's, else q4f16_1)")
+    add("--quantization", metavar="Q", help="weight scheme (default: the model's own, else q4f16_1)")
     add("--kv", metavar="LIST", default="none,int8,int4,int3", help="cache schemes (default: %(default)s)")
     add("--reference", metavar="K", default="float32", help="scheme of the first row (default: %(default)s)")
     add("--text", metavar="FILE", default="opticks", help="UTF-8 text (default: prose that ships with kvq)")
