@@ -90,6 +90,17 @@ def test_shares_of_a_prefill_cost_about_the_same() -> None:
     assert abs(sum(costs[:half]) - sum(costs[half:])) < 0.1 * sum(costs)
 
 
+def test_a_gpu_takes_the_longest_tasks_first() -> None:
+    plan = make_plan()
+    plan.longest_first = True
+    plan.cache.add_sequence("a")
+    build_step(plan, [("a", 40 * P)], 4)
+    tasks = plan.attention_tasks[: plan.plan_counts[2]]
+    splits = list(tasks[:, 5] - tasks[:, 4])
+    assert splits == sorted(splits, reverse=True) and len(set(splits)) > 2
+    assert sorted(row for first, end, *_ in tasks for row in range(first, end)) == list(range(40 * P))
+
+
 @pytest.mark.parametrize("threads", [1, 2, 16, 64])
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 17, 64, 65, 200])
 def test_every_row_is_computed_once_whatever_the_threads(threads: int, count: int) -> None:

@@ -5,8 +5,8 @@ in place; a library wraps ``positions[:n]`` and the rest as tensors without a co
 
 Attention work is cut into tasks. A task never changes a result, only who computes it: rows are
 tiled, and where tasks are scarce a row's splits become tasks of their own, whose partial results a
-merge task adds up. The kernels run tasks x KV heads on the threads in equal, contiguous shares, so
-tasks of unequal cost are dealt out to those shares.
+merge task adds up. A CPU's kernels run tasks x KV heads on the threads in equal, contiguous shares, so
+tasks of unequal cost are dealt out to those shares. A GPU takes tasks in order, the longest first.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class StepPlan:
     split_pages, scratch_slots, tile_rows : int
         ``attention`` of the library's metadata: pages of a split, slots for partial results, and most
         rows of a task.
+    longest_first : bool
+        Order attention tasks by their cost, for a GPU; else deal them out to ``threads`` shares.
 
     Attributes
     ----------
@@ -81,12 +83,14 @@ class StepPlan:
         split_pages: int,
         scratch_slots: int,
         tile_rows: int = 16,
+        longest_first: bool = False,
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
         self.split_pages = split_pages
         self.scratch_slots = scratch_slots
         self.tile_rows = tile_rows
+        self.longest_first = longest_first
         num_open = cache.open_pages.num_open
         self.positions = aligned_zeros((max_rows,), np.int32)
         self.append_slots = aligned_zeros((max_rows,), np.int32)
@@ -182,7 +186,10 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     plan.page_table[: len(table)] = table
     plan.table_entries = len(table)
     tasks, merges = _attention(spans, plan, threads)
-    tasks = _deal(tasks, threads)
+    if plan.longest_first:
+        tasks.sort(key=_splits, reverse=True)
+    else:
+        tasks = _deal(tasks, threads)
     if seals:
         plan.seal_tasks[: len(seals)] = seals
     if carries:
@@ -228,6 +235,11 @@ def _attention(
         for row in range(first, end, tile):
             tasks.append((row, min(row + tile, end), table, row_page, low, high, -1))
     return tasks, merges
+
+
+def _splits(task: _Task) -> int:
+    """Splits of keys that a task goes through: what it costs."""
+    return task[5] - task[4]
 
 
 def _deal(tasks: list[_Task], shares: int) -> list[_Task]:
