@@ -18,7 +18,9 @@ def add_parser(subparsers: Any) -> None:
         epilog="example:\n  kvq gen_config ./SmolLM2-135M-Instruct --quantization q4f16kv -o ./smollm2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", metavar="MODEL", help="Hugging Face directory, .gguf file, HF://org/name, or smollm2")
+    parser.add_argument(
+        "model", metavar="MODEL", help="Hugging Face directory, .gguf, HF://org/name or smollm2"
+    )
     parser.add_argument(
         "--quantization",
         "-q",

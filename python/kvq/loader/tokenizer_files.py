@@ -48,8 +48,9 @@ def build_from_directory(path: Path, tokenizer_config: dict[str, Any]) -> Tokeni
         tokenizer = build_sentencepiece(model, file)
         begin = model.begin_id if 0 <= model.begin_id < len(model.pieces) else None
     _add_tokens(tokenizer, tokenizer_config, path)
-    if begin is not None and tokenizer_config.get("add_bos_token", True):
-        begin_with(tokenizer, tokenizer.id_to_token(begin), begin)
+    token = None if begin is None else tokenizer.id_to_token(begin)
+    if begin is not None and token is not None and tokenizer_config.get("add_bos_token", True):
+        begin_with(tokenizer, token, begin)
     return tokenizer
 
 

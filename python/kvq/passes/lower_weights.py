@@ -114,7 +114,7 @@ class WeightPlan:
             return self.kernels.prepare_vector(shape[0], tensor.dtype)
         n, columns = tensor.shape
         if tensor.dtype == "uint32" and columns * 8 == shape[1]:
-            return self.kernels.prepare_codes(*shape, storage)
+            return self.kernels.prepare_codes(n, shape[1], storage)
         return self.kernels.prepare_matrix(n, columns, tensor.dtype, storage)
 
     def _add_tensors(self, tensors: list[PreparedTensor]) -> None:

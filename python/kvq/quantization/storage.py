@@ -136,7 +136,7 @@ class PackedRows:
         scale, codes, offset = np.repeat(self.scale, repeat, axis=1), self.codes.astype(np.int16), self.offset
         if offset is not None:
             offset = np.repeat(offset, repeat, axis=1)
-        if old.offset == "zero":
+        if old.offset == "zero" and offset is not None:
             codes -= np.repeat(offset.astype(np.int16), new.group, axis=1)
             offset = None
         if new.offset == "min" and offset is None:
