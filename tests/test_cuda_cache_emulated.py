@@ -15,6 +15,7 @@ from cuda_emulator import build, compiler, run
 from kernel_rig import CacheRig, relative_error
 from kvq.compiler.target import cuda_target
 from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -52,8 +53,9 @@ class Emulated:
 
 
 @cache
-def kernels(layout: KVLayout, heads: int):
+def kernels(layout: KVLayout, heads: int, variant: AttentionVariant):
     from kvq.schedules.cuda import kv_append, kv_carry, kv_seal, prefill_attention
+    from kvq.schedules.cuda.prefill_warp import Place
 
     def length(name):
         return lambda given: len(given[name].numpy())
@@ -61,7 +63,8 @@ def kernels(layout: KVLayout, heads: int):
     total = -(-(heads + 2 * layout.num_kv_heads) // kv_append.WARPS)
     kv_heads = layout.num_kv_heads
     append = kv_append.kv_append(layout, heads, layout.head_dim, layout.head_dim**-0.5, "float32")
-    attend = prefill_attention.prefill_attention(layout, heads, "float32")
+    attend = prefill_attention.prefill_attention(layout, heads, "float32", variant)
+    sinks = ["sinks"] if variant.sinks else []
     return (
         Emulated(
             append,
@@ -76,11 +79,11 @@ def kernels(layout: KVLayout, heads: int):
         Emulated(
             attend,
             [
-                *("q", "pool", "kv_workspace", "positions", "table", "counts", "tasks", "merges", "layer"),
-                *("kv_open", "scratch", "out"),
+                *("q", "pool", "kv_workspace", "positions", "table", "counts", "tasks", "merges"),
+                *(*sinks, "layer", "kv_open", "scratch", "out"),
             ],
             (kv_heads, length("tasks")),
-            prefill_attention._Place(layout).shared_bytes,
+            Place(layout).shared_bytes,
         ),
         Emulated(
             kv_carry.kv_carry(layout),
@@ -97,19 +100,28 @@ class EmulatedRig(CacheRig):
         from kvq.schedules.cuda.prefill_attention import attention_shape
 
         shape = attention_shape(self.layout, self.num_heads)
-        return kernels(self.layout, self.num_heads), (4, shape.tile_rows, shape.scratch_extra)
+        return kernels(self.layout, self.num_heads, self.variant), (4, shape.tile_rows, shape.scratch_extra)
 
 
 def layout_of(k_bits, v_bits, dim=64, page=64, heads=1) -> KVLayout:
     return KVLayout(2, heads, dim, k_bits, v_bits, page, order="fragments")
 
 
-CASES = [(layout_of(4, 4, heads=2), 3), (layout_of(3, 2, 128, 32), 16), (layout_of(None, None), 2)]
+#: Layout, query heads of each KV head, and what layers may have.
+CASES = [
+    (layout_of(4, 4, heads=2), 3, PLAIN),
+    (layout_of(3, 2, 128, 32), 16, AttentionVariant(window=40, softcap=4.0)),
+    (layout_of(None, None), 2, AttentionVariant(window=64, sinks=True)),
+]
 
 
-@pytest.mark.parametrize(("layout", "group"), CASES, ids=str)
-def test_steps_equal_the_oracle(layout, group):
-    rig = EmulatedRig(layout, group, layer=1, threads=2, slots=0, num_pages=12, num_open=2)
+@pytest.mark.parametrize(
+    ("layout", "group", "variant"), CASES, ids=[variant.suffix or "plain" for *_, variant in CASES]
+)
+def test_steps_equal_the_oracle(layout, group, variant):
+    rig = EmulatedRig(
+        layout, group, layer=1, threads=2, slots=0, num_pages=12, num_open=2, variant=variant, query_gain=2.0
+    )
     page = layout.page_size
     for requests in ([("a", page + 9), ("b", 5)], [("b", page - 5), ("a", 1)], [("a", 2 * page), ("b", 3)]):
         out, expected = rig.append(requests)

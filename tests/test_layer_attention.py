@@ -17,6 +17,7 @@ from kvq.cli.main import main
 from kvq.compiler.target import cpu_target
 from kvq.config import ChatConfig, LayerAttention, ModelConfig
 from kvq.errors import CompileError
+from kvq.layout import KVLayout
 from kvq.memory import fit_cache, kv_layout, plan_memory
 from kvq.model.kv_cache import KVCache, create_paged_kv_cache
 from kvq.model.rope import rope_parameters
@@ -190,8 +191,17 @@ def test_sinks_reach_the_kernel() -> None:
     assert {kernel for kernel, *_ in attention} == {"paged_attention_sinks"}
     sinks = [call[9] for call in attention]
     assert all(tuple(map(int, value.ty.shape)) == (4,) for value in sinks)
-    with pytest.raises(CompileError, match="cuda has no attention with sinks yet"):
-        lowered(config(attention_sinks=True), CudaKernels(("sm_90",)))
+
+
+def test_cuda_has_variants_for_half_rows_alone() -> None:
+    kernels = CudaKernels(("sm_90",))
+    with pytest.raises(CompileError, match="attention with sinks over float32 rows"):
+        kernels.paged_attention(
+            KVLayout(1, 2, 64, None, None, row_dtype="float32", order="fragments"),
+            4,
+            "float32",
+            AttentionVariant(sinks=True),
+        )
 
 
 # ---- what it costs --------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.model.kv_cache import ATTENTION
 from kvq.quantization.scheme import KVQuantization
-from kvq.schedules.attention_variant import PLAIN
 from kvq.schedules.backend import Kernels
 
 from .cache_geometry import CacheGeometry, callee_of, calls_of, find_creation
@@ -250,15 +249,10 @@ class _Rewriter(PyExprMutator):
             ["kv_pool"],
         )
         variant = geometry.variant(int(layer), bool(sinks))
-        if self.single_rows and variant == PLAIN:
-            attend = self.kernel(
-                "paged_attention_decode", lambda: backend.paged_attention_decode(layout, heads, dtype)
-            )
-        else:
-            attend = self.kernel(
-                f"paged_attention{variant.suffix}",
-                lambda: backend.paged_attention(layout, heads, dtype, variant),
-            )
+        name, build = "paged_attention", backend.paged_attention
+        if self.single_rows:
+            name, build = "paged_attention_decode", backend.paged_attention_decode
+        attend = self.kernel(f"{name}{variant.suffix}", lambda: build(layout, heads, dtype, variant))
         # kv_open is only read here: it passes through so that the carry below cannot come earlier
         result = self.update(
             attend,

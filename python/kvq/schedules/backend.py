@@ -179,8 +179,10 @@ class Kernels(Protocol):
         """Attention over sealed pages and the row page; CompileError where there is none of the variant."""
         ...
 
-    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        """The plain one for one row a sequence, if ``attention_shape`` names a kernel of its own for it."""
+    def paged_attention_decode(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        """The same for one row a sequence, if ``attention_shape`` names a plan of its own for it."""
         ...
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:

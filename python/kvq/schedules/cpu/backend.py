@@ -108,8 +108,10 @@ class CpuKernels:
     ) -> tirx.PrimFunc:
         return paged_attention.paged_attention(layout, num_heads, dtype, self.isa, variant)
 
-    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
-        return self.paged_attention(layout, num_heads, dtype)
+    def paged_attention_decode(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        return self.paged_attention(layout, num_heads, dtype, variant)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_carry.kv_carry(layout, self.isa)

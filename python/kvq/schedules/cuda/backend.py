@@ -142,15 +142,20 @@ class CudaKernels:
     def paged_attention(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
     ) -> tirx.PrimFunc:
+        if layout.row_dtype == "float16":
+            return prefill_attention.prefill_attention(layout, num_heads, dtype, variant)
         if variant != PLAIN:
             raise CompileError(
-                f"cuda has no attention with {variant.describe()} yet: compile this model for the cpu"
+                f"cuda has no attention with {variant.describe()} over float32 rows: use weights of another "
+                "scheme, such as --quantization q0f16"
             )
-        if layout.row_dtype != "float16":
-            return tile_attention.tile_attention(layout, num_heads, dtype)
-        return prefill_attention.prefill_attention(layout, num_heads, dtype)
+        return tile_attention.tile_attention(layout, num_heads, dtype)
 
-    def paged_attention_decode(self, layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+    def paged_attention_decode(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+    ) -> tirx.PrimFunc:
+        if variant != PLAIN:
+            return prefill_attention.prefill_attention(layout, num_heads, dtype, variant, single_rows=True)
         tuning = paged_attention.decode_tuning(layout, num_heads, self.archs)
         return paged_attention.paged_attention_decode(layout, num_heads, dtype, tuning)
 

@@ -74,8 +74,9 @@ class PrefillQuery:
     def write_table(self, pairs: KeyPairs, stage, min_at: int, table, base_at) -> None:
         """One warp writes the table of the page at ``stage``, and its factor of scores to ``base_at``."""
         n = pairs.per_lane
-        base, places = pairs.read(stage)
-        scales = pairs.scales(stage, places)
+        header = pairs.load(stage)
+        base, places = pairs.places(header)
+        scales = pairs.scales(header, places)
         minimum, held = T.alloc_local([2 * max(1, n // 2)], "uint32"), T.alloc_local([1], "uint32")
         words = max(1, n // 2)
         address = T.bind(stage + pairs.bytes_before * u32(2))
