@@ -34,7 +34,11 @@ class FakeModel:
         Called with the requests of each step before it runs; may raise.
     poison : callable or None
         Whether the logits after these tokens, as far as the last of them sees them, are not finite.
+    finds_likeliest : bool
+        Whether it finds the likeliest tokens itself, as a GPU does.
     """
+
+    finds_likeliest = False
 
     def __init__(
         self,
@@ -55,7 +59,11 @@ class FakeModel:
         self.poison: Callable[[list[int]], bool] | None = None
 
     def step(
-        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[Any, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        likeliest: bool = False,
     ) -> np.ndarray:
         plan = build_step(self.device.plan, requests, 2)
         try:
@@ -70,7 +78,12 @@ class FakeModel:
         self.batches.append(len(requests))
         if logit_rows is None:
             logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
-        return np.stack([self._answer(seen[row]) for row in logit_rows])
+        logits = np.stack([self._answer(seen[row]) for row in logit_rows])
+        if not likeliest:
+            return logits
+        assert self.finds_likeliest
+        logits = logits[:, :VOCAB]
+        return np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
 
     def _answer(self, seen: list[int]) -> np.ndarray:
         logits = self.logits(seen)

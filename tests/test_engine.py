@@ -250,3 +250,21 @@ def test_faults_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> N
     assert [r.message for r in caplog.records] == [
         "the KV cache replaced 1 NaNs and saturated 2 values beyond the fp16 range"
     ]
+
+
+def test_a_model_that_finds_the_likeliest_token_gives_the_same_answers() -> None:
+    model, core, completions = make()
+    model.finds_likeliest = True
+    prompt = list(b"hello")
+    answer = completions.create(prompt=prompt, max_tokens=20)
+    assert answer.choices[0].text == text_of(model.greedy(prompt, 20))
+    drawn = completions.create(prompt=prompt, max_tokens=20, temperature=1.5, seed=3)
+    model.finds_likeliest = False
+    assert drawn.choices[0].text == (
+        completions.create(prompt=prompt, max_tokens=20, temperature=1.5, seed=3).choices[0].text
+    )
+    model.finds_likeliest = True
+    model.poison = lambda seen: len(seen) == 8
+    with pytest.raises(EngineError, match="not finite"):
+        completions.create(prompt=prompt, max_tokens=20)
+    core.check_integrity()

@@ -24,6 +24,8 @@ CONTEXT, CHUNK = 448, 128
 class Recorder:
     """A model that keeps the logits of every drawn token by request and length of its sequence."""
 
+    finds_likeliest = False
+
     def __init__(self, model: LoadedModel) -> None:
         self.model, self.cache, self.faults = model, model.cache, model.faults
         self.logits: dict[tuple[int, int], np.ndarray] = {}

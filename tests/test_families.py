@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from kvq.errors import CheckpointError
 from kvq.loader import open_checkpoint
@@ -81,3 +83,24 @@ def test_tensors_that_do_not_fit_are_named(
     model_type = str(changes.get("model_type", case.model_type))
     said = check(TinyFamily(model_type, {**case.keys, **changes}), shapes, tmp_path)
     assert said is not None and expected in said and "\n" not in said
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_language_model_of_a_checkpoint_with_more_parts(prefix: str, tmp_path: Path) -> None:
+    """Gemma 3 with eyes: what is read is the same as of the language model alone."""
+    case, (_, shapes) = FAMILY_CASES["gemma3"], golden("gemma3")
+    alone = case.write(tmp_path / "alone", shapes)
+    seeing = case.write(tmp_path / "seeing", shapes)
+    text = {key: value for key, value in case.config().items() if key != "model_type"}
+    (seeing / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    tensors = {name.replace("model.", prefix, 1): case.tensor(name, shape) for name, shape in shapes.items()}
+    eye = np.zeros((4, 4), np.float32)
+    safetensors.numpy.save_file(
+        {**tensors, "vision_tower.head.weight": eye, "multi_modal_projector.weight": eye},
+        seeing / "model.safetensors",
+    )
+    with open_checkpoint(alone) as one, open_checkpoint(seeing) as other:
+        assert one.config == other.config
+        check_tensors(other, model_parameters(other.config))
+        for name in shapes:
+            np.testing.assert_array_equal(one.tensor(name, 1, 40), other.tensor(name, 1, 40))

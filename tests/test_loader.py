@@ -245,7 +245,7 @@ def test_scaling_counts_from_the_trained_context(tmp_path: Path) -> None:
     with open_checkpoint(path) as checkpoint:
         assert checkpoint.config.rope_scaling["original_max_position_embeddings"] == 1024
     # Phi-3 puts the original context beside the scaling, and leaves the factor out.
-    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    factors = {"short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
     edit_json(
         path / "config.json",
         rope_scaling={"type": "su", **factors},

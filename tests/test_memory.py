@@ -106,6 +106,17 @@ def test_every_preset_can_be_planned(preset: str, quantization: str) -> None:
         ("smollm2-135m", 0.1345),
         ("smollm2-360m", 0.3618),
         ("smollm2-1.7b", 1.711),
+        ("smollm3-3b", 3.075),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-8b", 8.191),
+        ("qwen3-30b-a3b", 30.53),
+        ("mixtral-8x7b", 46.70),
+        ("gemma-2-2b", 2.614),
+        ("gemma-2-9b", 9.242),
+        ("gemma-3-270m", 0.2681),
+        ("gemma-3-1b", 0.99989),
+        ("phi-3-mini-4k", 3.821),
+        ("olmo-2-7b", 7.299),
     ],
 )
 def test_presets_have_as_many_weights_as_their_makers_say(preset: str, billions: float) -> None:

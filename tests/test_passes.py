@@ -21,11 +21,14 @@ from tvm.relax.frontend.nn import op, spec
 from foreign_module import DIM, HEADS, KV_HEADS, LAYERS, ROTARY, THETA, foreign_module
 from kernel_rig import relative_error, tensor
 from kvq.compiler.target import cpu_target
+from kvq.config import ModelConfig
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
+from kvq.model.experts import SparseMLP
 from kvq.passes.attach_metadata import AttachMetadata
 from kvq.passes.cache_geometry import find_creation
 from kvq.passes.fuse_pointwise import FusePointwise
+from kvq.passes.lower_experts import LowerExperts
 from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache
 from kvq.passes.lower_weights import LowerWeights, WeightPlan
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
@@ -107,6 +110,33 @@ def test_lower_weights(scheme, exact):
     before, params = mlp_module()
     after = LowerWeights(weight_plan(scheme, params), exact)(before)
     check(f"lower_weights_{scheme}{'_exact' if exact else ''}", before, after)
+
+
+def test_experts():
+    """The choice of experts, then the products with what is stored of them; the router stays as it is."""
+    config = ModelConfig(
+        model_type="mixtral",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    before, params, _ = SparseMLP(config).export_tvm(
+        spec={"forward": {"x": spec.Tensor(["n", 64], "float32"), "$": packed}}, allow_extern=True
+    )
+    plan, scheme = WeightPlan(KERNELS), WEIGHT_SCHEMES["q4f16_1"]
+    for name, param in params:
+        plan.add(name, tuple(int(s) for s in param.shape), scheme.storage(name, name != "gate.weight"))
+    after = LowerWeights(plan, False)(LowerExperts(KERNELS)(before))
+    check("experts", before, after)
 
 
 def test_fuse_pointwise():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvq.errors import CompileError
+from kvq.errors import CompileError, ConfigError
 from kvq.loader.hf_config import model_config_from_hf
 from kvq.model.rope import describe_fixed_rope, fix_rope, rope_parameters
 from tiny_families import GOLDENS, ROPE_CASES, SIZES
@@ -45,3 +45,9 @@ def test_kinds_that_depend_on_the_length_are_said_to_be_fixed() -> None:
     }
     assert "fixed for the context of 128 tokens" in str(said["longrope short"])
     assert "short factors" in str(said["longrope short"]) and "long factors" in str(said["longrope long"])
+
+
+def test_factors_that_do_not_fit_the_head_are_refused() -> None:
+    keys, _ = ROPE_CASES["longrope short"]
+    with pytest.raises(ConfigError, match="'short_factor' must be a list of 16 numbers"):
+        model_config_from_hf(config_of({**keys, "partial_rotary_factor": 1.0}), Path("config.json"))

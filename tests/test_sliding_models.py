@@ -54,7 +54,7 @@ def test_layers_that_all_slide_need_the_pages_of_a_window(
 ) -> None:
     """Two requests of six pages each in a pool of four; one must wait or come back, and both are right."""
     case = FAMILY_CASES["mistral"]
-    full = build(case.write(tmp_path, golden("mistral")[1]), "q0f32", "int4", build_cache, CONTEXT)
+    full = build(case.write(tmp_path, golden("mistral")[1]), "q0f32", "none", build_cache, CONTEXT)
     assert full.cache.window == WINDOW
     shape = CacheShape(num_pages=4, num_open=2, num_workspace=2)
     core = EngineCore(

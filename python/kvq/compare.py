@@ -15,6 +15,7 @@ from kvq.quantization.scheme import KVQuantization
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.library import Library, Params
 from kvq.runtime.loaded_model import LoadedModel
+from kvq.runtime.random_params import random_params
 
 __all__ = ["Comparison", "Report", "parse_schemes"]
 
@@ -53,6 +54,10 @@ class Comparison:
         Optimization level of the libraries.
     report : callable, optional
         Called with what is being done.
+    device : str
+        Device that the model runs on.
+    random_weights : bool
+        Whether weights are made up on the device.
 
     Attributes
     ----------
@@ -67,8 +72,12 @@ class Comparison:
         schemes: Iterable[str],
         opt: str,
         report: Report | None = None,
+        *,
+        device: str = "cpu",
+        random_weights: bool = False,
     ) -> None:
         self.schemes = list(schemes)
+        self._random_weights = random_weights
         self._libraries: list[Library] = []
         self._params: list[Params] = []
         for at, scheme in enumerate(self.schemes):
@@ -77,8 +86,8 @@ class Comparison:
                 self._libraries.append(self._libraries[first])
                 self._params.append(self._params[first])
                 continue
-            built = prepare_model(model, quantization, scheme, opt=opt, report=report)
-            self._libraries.append(Library.load(built.library))
+            built = prepare_model(model, quantization, scheme, device=device, opt=opt, report=report)
+            self._libraries.append(Library.load(built.library, device))
             self._params.append(self._params_of(self._libraries[-1], built.weights_dir))
             self.config_dir = Path(built.config_dir)
 
@@ -86,7 +95,7 @@ class Comparison:
         for other, params in zip(self._libraries, self._params, strict=False):
             if other.metadata.params == library.metadata.params:
                 return params
-        return library.load_params(weights_dir)
+        return random_params(library) if self._random_weights else library.load_params(weights_dir)
 
     @property
     def threads(self) -> int:

@@ -289,8 +289,11 @@ def fit_cache(
 def _activation_bytes(model: ModelConfig, rows: int, logit_rows: int) -> int:
     """float32 tensors of the widest place of a layer, for all rows of a step, and the logits."""
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-    attention = qkv + model.num_attention_heads * model.head_dim
-    widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    copies = 1 if model.qk_norm is None else 3  # projected, in parts, put together again
+    attention = copies * qkv + model.num_attention_heads * model.head_dim
+    expert = model.moe_intermediate_size or 0
+    experts = (model.num_experts_per_tok or 0) * (expert + max(2 * expert, model.hidden_size))
+    widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size, experts)
     return 4 * (rows * widest + logit_rows * model.vocab_size)
 
 

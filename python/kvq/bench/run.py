@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from kvq.bench.shape import shape_directory
 from kvq.bench.timing import take_turns, timed
+from kvq.build import DEFAULT_QUANTIZATION
 from kvq.compare import Comparison
 from kvq.errors import check_positive
 from kvq.runtime.kv_cache import SequenceId
@@ -51,7 +53,7 @@ class Decoding:
         def steps() -> None:
             nonlocal ids
             for _ in range(self._steps):
-                ids = model.step(requests, ids).argmax(axis=-1)
+                ids = model.step(requests, ids, likeliest=True)
 
         try:
             return timed(steps)
@@ -70,6 +72,8 @@ def bench_decode(
     batch: int = 1,
     steps: int = 32,
     rounds: int = 5,
+    device: str = "cpu",
+    random_weights: bool = False,
     report: Report | None = None,
 ) -> list[dict[str, Any]]:
     """Measure decoding at several context lengths.
@@ -82,6 +86,10 @@ def bench_decode(
         Sequences that decode together; tokens per second count all of them.
     steps, rounds : int
         Steps of a round; rounds, of which each scheme takes one in turn.
+    device : str
+        ``cpu`` or ``cuda``.
+    random_weights : bool
+        Whether ``model`` is the name of a shape (:mod:`kvq.presets`), with weights made up on the device.
 
     Returns
     -------
@@ -96,7 +104,9 @@ def bench_decode(
     """
     check_positive(context=min(contexts), batch=batch, steps=steps, rounds=rounds)
     say = report or (lambda _: None)
-    comparison = Comparison(model, quantization, schemes, opt, say)
+    comparison = _comparison(
+        model, quantization, schemes, opt, max(contexts) + steps, device, random_weights, say
+    )
     chunk = min(comparison.prefill_chunk_size, max(contexts))
     models = comparison.load(max(contexts) + steps, chunk, sequences=batch + 1, extra_tokens=steps)
     for loaded in models:
@@ -122,6 +132,8 @@ def bench_prefill(
     opt: str = "O2",
     chunk: int | None = None,
     rounds: int = 3,
+    device: str = "cpu",
+    random_weights: bool = False,
     report: Report | None = None,
 ) -> list[dict[str, Any]]:
     """Measure prefill of prompts of several lengths, into an empty cache, with the logits of the last row.
@@ -132,6 +144,8 @@ def bench_prefill(
         Tokens of the prompts.
     chunk : int, optional
         Tokens of a step; the library's by default.
+    device, random_weights
+        As of :func:`bench_decode`.
 
     Returns
     -------
@@ -145,7 +159,7 @@ def bench_prefill(
     """
     check_positive(tokens=min(lengths), rounds=rounds)
     say = report or (lambda _: None)
-    comparison = Comparison(model, quantization, schemes, opt, say)
+    comparison = _comparison(model, quantization, schemes, opt, max(lengths), device, random_weights, say)
     chunk = chunk or min(comparison.prefill_chunk_size, max(lengths))
     models = comparison.load(max(lengths), chunk)
     rows: list[dict[str, Any]] = []
@@ -155,6 +169,22 @@ def bench_prefill(
         common = {"tokens": length, "chunk": min(chunk, length), **_conditions(comparison, models[0], opt)}
         rows += [rate.to_dict() | common for rate in take_turns(schemes, work, length, rounds)]
     return rows
+
+
+def _comparison(
+    model: str,
+    quantization: str | None,
+    schemes: Sequence[str],
+    opt: str,
+    context: int,
+    device: str,
+    random_weights: bool,
+    report: Report,
+) -> Comparison:
+    """The models to measure, for sequences of ``context`` tokens."""
+    if random_weights:
+        model = str(shape_directory(model, quantization or DEFAULT_QUANTIZATION, context))
+    return Comparison(model, quantization, schemes, opt, report, device=device, random_weights=random_weights)
 
 
 def _prefill_round(model: LoadedModel, length: int, chunk: int) -> float:
@@ -167,4 +197,9 @@ def _prefill_round(model: LoadedModel, length: int, chunk: int) -> float:
 
 
 def _conditions(comparison: Comparison, loaded: LoadedModel, opt: str) -> dict[str, Any]:
-    return {"threads": comparison.threads, "quantization": loaded.metadata.quantization, "opt": opt}
+    return {
+        "device": loaded.metadata.device,
+        "threads": comparison.threads,
+        "quantization": loaded.metadata.quantization,
+        "opt": opt,
+    }

@@ -164,6 +164,8 @@ def _build(
         weights=plan,
         exact=opt in EXACT_LEVELS,
         kernels=target.kernels,
+        vocab=model.vocab_size,
+        drawable=config.active_vocab_size,
         metadata=metadata,
     )
     with target.target:

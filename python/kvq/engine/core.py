@@ -35,10 +35,22 @@ class StepModel(Protocol):
     cache: PagedKVCache
     faults: np.ndarray
 
+    @property
+    def finds_likeliest(self) -> bool:
+        """Whether the likeliest tokens are had without the logits."""
+        ...
+
     def step(
-        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        likeliest: bool = False,
     ) -> np.ndarray:
-        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default."""
+        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default.
+
+        With ``likeliest`` int32 ``[rows]``: the likeliest tokens, -1 where a logit is not finite.
+        """
 
 
 class EngineCore:
@@ -201,7 +213,7 @@ class EngineCore:
         self._draw([batch[i] for i in drawn], logits, outputs)
 
     def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray]:
-        """Run the model; which shares end in a token to draw, and the logits for these."""
+        """Run the model; which shares end in a token to draw, and logits or likeliest tokens for these."""
         cache = self.model.cache
         requests: list[tuple[SequenceId, int]] = []
         ids: list[int] = []
@@ -214,29 +226,29 @@ class EngineCore:
             if start + count == len(job.tokens):
                 drawn.append(index)
                 rows.append(len(ids) - 1)
-        if len(drawn) == len(shares):
-            return drawn, self.model.step(requests, ids)
         # A kernel wants at least one row; that of a prompt that goes on is then of no use.
-        return drawn, self.model.step(requests, ids, rows or [len(ids) - 1])
+        wanted = None if len(drawn) == len(shares) else rows or [len(ids) - 1]
+        if self.model.finds_likeliest and all(self._states[shares[i][0].id].takes_likeliest for i in drawn):
+            return drawn, self.model.step(requests, ids, wanted, likeliest=True)
+        return drawn, self.model.step(requests, ids, wanted)
 
-    def _draw(self, states: list[RequestState], logits: np.ndarray, outputs: list[Output]) -> None:
-        """Draw a token for each answer; row i of the logits is that of answer i."""
+    def _draw(self, states: list[RequestState], found: np.ndarray, outputs: list[Output]) -> None:
+        """Draw a token for each answer; row i of the logits or likeliest tokens is that of answer i."""
         if not states:
             return
-        logits = logits[: len(states), : self.vocab_size]
-        # A sum of finite numbers is finite, overflow apart, and costs a fraction of asking each of them.
-        with np.errstate(invalid="ignore"):
-            finite = np.isfinite(logits.sum(axis=1))
-        if not finite.all():
-            finite = np.isfinite(logits).all(axis=1)
-        likeliest = logits.argmax(axis=1).tolist()
+        logits: np.ndarray | None = None
+        if found.ndim == 1:
+            finite, likeliest = found >= 0, found.tolist()
+        else:
+            logits = found[: len(states), : self.vocab_size]
+            finite, likeliest = _all_finite(logits), logits.argmax(axis=1).tolist()
         now = time.perf_counter()
         for row, state in enumerate(states):
             if not finite[row]:
                 outputs.append(self._fail(state, "the model's logits are not finite"))
                 continue
             try:
-                piece = state.draw(logits[row], likeliest[row], now)
+                piece = state.draw(None if logits is None else logits[row], likeliest[row], now)
             except Exception as error:
                 logger.exception("drawing a token failed")
                 outputs.append(self._fail(state, _one_line(error)))
@@ -315,6 +327,14 @@ class EngineCore:
         self.scheduler.check_integrity()
         jobs = {job.id for job in [*self.scheduler.running, *self.scheduler.waiting]}
         assert jobs == set(self._states), "every request has a job"
+
+
+def _all_finite(logits: np.ndarray) -> np.ndarray:
+    """Which rows are finite throughout."""
+    # A sum of finite numbers is finite, overflow apart, and costs a fraction of asking each of them.
+    with np.errstate(invalid="ignore"):
+        finite = np.isfinite(logits.sum(axis=1))
+    return finite if finite.all() else np.isfinite(logits).all(axis=1)
 
 
 def _one_line(error: Exception) -> str:

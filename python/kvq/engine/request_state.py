@@ -35,7 +35,8 @@ class RequestState:
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.stop_strings)
         self._sampler = Sampler(request.sampling, request.prompt, vocab_size, request.choice)
-        self._likeliest = request.sampling.takes_likeliest and request.constraint is None
+        #: Whether each token is the likeliest, so that logits are of no use.
+        self.takes_likeliest = request.sampling.takes_likeliest and request.constraint is None
         self._arrived = time.perf_counter()
         self._started = False
         #: Whether the rows of the current step append a drawn token, rather than tokens known before.
@@ -62,13 +63,13 @@ class RequestState:
             stats.prefill_tokens += rows
             stats.prefill_seconds += seconds
 
-    def draw(self, logits: np.ndarray, likeliest: int, now: float) -> Piece:
+    def draw(self, logits: np.ndarray | None, likeliest: int, now: float) -> Piece:
         """Draw the next token.
 
         Parameters
         ----------
-        logits : numpy.ndarray
-            float32 ``[V]``.
+        logits : numpy.ndarray or None
+            float32 ``[V]``; None where only the likeliest token was asked for.
         likeliest : int
             Index of the largest of them.
         """
@@ -92,8 +93,8 @@ class RequestState:
         self.job.tokens.append(token.id)
         return Piece(token, text)
 
-    def _next_token(self, logits: np.ndarray, likeliest: int) -> SampledToken:
-        if self._likeliest:
+    def _next_token(self, logits: np.ndarray | None, likeliest: int) -> SampledToken:
+        if logits is None or self.takes_likeliest:
             return SampledToken(likeliest)
         constraint = self.request.constraint
         allowed = None if constraint is None else constraint.allowed()

@@ -15,6 +15,7 @@ from kvq.loader.gguf_model import GGUFModel
 from kvq.loader.group_quantized import GroupQuantization, GroupQuantizedFiles
 from kvq.loader.hf_config import model_config_from_hf
 from kvq.loader.safetensors_file import SafetensorsFile
+from kvq.loader.text_part import TextPart, text_config
 from kvq.loader.torch_bin import TorchFile
 from kvq.quantization.storage import STORAGES, PackedRows
 
@@ -221,7 +222,8 @@ def _open_directory(path: Path) -> Checkpoint:
     data = read_json(config_path, CheckpointError)
     if not isinstance(data, dict):
         raise CheckpointError(f"{config_path}: expected a JSON object")
-    config = model_config_from_hf(data, config_path)
+    text = text_config(data)
+    config = model_config_from_hf(text or data, config_path)
     quantization = data.get("quantization_config")
     how = GroupQuantization.parse(quantization, config_path) if quantization else None
     shards, index = _shards(path)
@@ -230,6 +232,8 @@ def _open_directory(path: Path) -> Checkpoint:
         readers[shard] = SafetensorsFile(shard) if shard.suffix == ".safetensors" else TorchFile(shard)
     if how is not None:
         readers = {path: _quantized(path, list(readers.values()), how)}
+    if text is not None:
+        readers = {file: TextPart(reader) for file, reader in readers.items()}
     files = [config_path, *([index] if index else []), *shards]
     return Checkpoint(path, config, files, readers)
 

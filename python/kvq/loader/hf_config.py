@@ -96,10 +96,17 @@ def _rope(config: HFConfig, head_dim: int) -> dict[str, Any]:
             scaling["original_max_position_embeddings"] = original
         original = scaling.setdefault("original_max_position_embeddings", trained)
         scaling.setdefault("factor", trained / original)
+    rotary_dim = int(head_dim * part)
+    for key in ("short_factor", "long_factor"):
+        factors = (scaling or {}).get(key)
+        if factors is not None and (not isinstance(factors, list) or len(factors) != rotary_dim // 2):
+            config.refuse(
+                f"rope_scaling {key!r} must be a list of {rotary_dim // 2} numbers, one for each rotated pair"
+            )
     return {
         "rope_theta": float(theta),
         "rope_scaling": scaling,
-        "rotary_dim": int(head_dim * part) if part != 1 else None,
+        "rotary_dim": rotary_dim if part != 1 else None,
     }
 
 

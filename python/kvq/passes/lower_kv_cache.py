@@ -271,6 +271,8 @@ class _Rewriter(PyExprMutator):
             ["kv_open", "attention_scratch"],
             out,
         )
+        if self.single_rows:
+            return result  # the row stands in its open page: nothing is in the workspace
         carry = self.kernel("kv_carry", lambda: backend.kv_carry(layout))
         self.update(carry, [s["kv_workspace"], s["plan_counts"], s["carry_tasks"], layer], ["kv_open"])
         return result

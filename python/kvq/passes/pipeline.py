@@ -11,6 +11,7 @@ from tvm.ir.transform import Pass
 from kvq.quantization.scheme import KVQuantization
 from kvq.schedules.backend import Kernels
 
+from .add_likeliest import AddLikeliest
 from .attach_metadata import AttachMetadata
 from .fuse_pointwise import FusePointwise
 from .lower_experts import LowerExperts
@@ -27,6 +28,8 @@ def kvq_pipeline(
     weights: WeightPlan,
     exact: bool,
     kernels: Kernels,
+    vocab: int,
+    drawable: int,
     metadata: dict[str, Any],
 ) -> list[tuple[str, Pass]]:
     """The passes that make a model of a frontend module ours, named, in order.
@@ -41,6 +44,7 @@ def kvq_pipeline(
         ("fuse_pointwise", FusePointwise(kernels)),
         ("fold_reshapes", relax.transform.CanonicalizeBindings()),
         ("remove_dead_code", relax.transform.DeadCodeElimination()),
+        ("add_likeliest", AddLikeliest(vocab, drawable, kernels)),
         ("attach_metadata", AttachMetadata(metadata)),
     ]
 

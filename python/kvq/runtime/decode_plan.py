@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
@@ -86,8 +87,8 @@ def plan_decode(
     scratch_slots : int
         Partial results there is room for; rows stay whole when it is used up.
     """
-    sizes = [_units(position, page_size, device.tile_work) for _, _, position in rows]
-    bounds = _best_bounds([position // page_size for _, _, position in rows], sizes, device)
+    sizes = tuple(_units(position, page_size, device.tile_work) for _, _, position in rows)
+    bounds = _best_bounds(tuple(position // page_size for _, _, position in rows), sizes, device)
     tasks: list[tuple[float, DecodeTask]] = []
     used = 0
     for row, ((start, row_page, position), size) in enumerate(zip(rows, sizes, strict=True)):
@@ -104,8 +105,12 @@ def plan_decode(
     return [task for _, task in tasks]
 
 
-def _best_bounds(pages: Sequence[int], sizes: Sequence[float], device: DecodeDevice) -> list[list[int]]:
-    """Bounds of the parts of each row: of a few ways to cut, the one that should be done first."""
+@lru_cache(maxsize=8)
+def _best_bounds(pages: tuple[int, ...], sizes: tuple[float, ...], device: DecodeDevice) -> list[list[int]]:
+    """Bounds of the parts of each row: of a few ways to cut, the one that should be done first.
+
+    The next step mostly asks for the same: a row's work changes with every 16th token.
+    """
     ideal = sum(sizes) / device.columns
     best: list[list[int]] = []
     shortest = float("inf")

@@ -93,6 +93,9 @@ class Library:
             + [(None, machine[name])]
             for name in ("prefill", "decode")
         }
+        self.likeliest: Callable[..., Any] | None = (
+            machine["likeliest"] if metadata.device == "cuda" else None
+        )
         self.threads = device.threads
 
     @classmethod

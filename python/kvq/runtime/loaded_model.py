@@ -6,6 +6,7 @@ once: the weights are one array object, and ``step_tensors.py`` keeps the tensor
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import numpy as np
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
 from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.cuda_driver import CudaDriver
 from kvq.runtime.kv_cache import PagedKVCache, SequenceId
 from kvq.runtime.library import Library, Params
 from kvq.runtime.metadata import Metadata
+from kvq.runtime.step_graphs import StepGraphs
 from kvq.runtime.step_plan import StepPlan, build_step
 from kvq.runtime.step_tensors import StepTensors, step_maker
 
@@ -58,10 +61,19 @@ class LoadedModel:
         table = shape.num_open * max(1, layout.pages_for(self.metadata.context_window_size))
         meta = self.metadata
         self.plan = StepPlan(
-            self.cache, self.max_rows, table, meta.split_pages, meta.split_slots, meta.tile_rows
+            self.cache,
+            self.max_rows,
+            table,
+            meta.split_pages,
+            meta.split_slots,
+            meta.tile_rows,
+            longest_first=library.device.kind == "cuda",
         )
         self.faults = np.zeros(2, np.int64)
-        self._steps = step_maker(self.plan, library.device, meta)
+        self._driver = CudaDriver() if library.device.kind == "cuda" else None
+        self._graphs = StepGraphs(self._driver) if self._driver else None
+        self._ids = self._driver.pinned_zeros(self.max_rows) if self._driver else None
+        self._steps = step_maker(self.plan, library.device, meta, self._driver)
         kv = self.tensors
         self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch)
 
@@ -75,10 +87,19 @@ class LoadedModel:
         """Bytes of the cache's tensors by name, counted from the tensors."""
         return {**self.tensors.nbytes, "faults": self.plan.kv_faults.nbytes}
 
+    @property
+    def finds_likeliest(self) -> bool:
+        """Whether the device finds the likeliest tokens, so that logits need not leave it."""
+        return self.library.likeliest is not None
+
     def step(
-        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        likeliest: bool = False,
     ) -> np.ndarray:
-        """Append tokens to sequences and return logits.
+        """Append tokens to sequences and return logits, or the likeliest tokens.
 
         Parameters
         ----------
@@ -88,11 +109,14 @@ class LoadedModel:
             Token ids, all sequences' one after another.
         logit_rows : list of int, optional
             Rows whose logits are wanted; by default the last of each sequence.
+        likeliest : bool
+            Whether the likeliest tokens are wanted, not the logits.
 
         Returns
         -------
         numpy.ndarray
-            float32 ``[number of logit rows, vocabulary]``.
+            float32 ``[number of logit rows, vocabulary]``; or int32 ``[number of logit rows]``, -1 where a
+            logit is not finite.
 
         Raises
         ------
@@ -101,32 +125,60 @@ class LoadedModel:
         """
         plan = build_step(self.plan, requests, self.library.threads)
         try:
-            if logit_rows is None and plan.num_rows == plan.num_sequences:
-                logits = self.decode(ids, plan)
-            else:
-                if logit_rows is None:
-                    logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
-                logits = self.prefill(ids, logit_rows, plan)
+            with self._driver.current(self.library.device.handle) if self._driver else nullcontext():
+                if logit_rows is None and plan.num_rows == plan.num_sequences:
+                    results = self._decode(ids, plan)
+                else:
+                    if logit_rows is None:
+                        logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
+                    results = self._prefill(ids, logit_rows, plan)
+                found = self._likeliest(*results) if likeliest else self._logits(results[0])
         except BaseException:
             plan.abort()
             raise
         plan.commit()
         self.faults += self._steps.faults()
-        return logits
+        return found
 
-    def prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> np.ndarray:
-        """Run a planned step of any shape; float32 ``[len(logit_rows), vocabulary]``."""
+    def _prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> tuple[Any, Any]:
+        """Run a planned step of any shape: its logits ``[1, len(logit_rows), V]`` and likeliest tokens."""
         step = self._steps.prefill(ids, logit_rows)
-        result = self.library.step_function("prefill", plan.num_rows)(
-            step.ids, step.wanted, *self._arguments(step)
-        )
-        return self.library.host_array(result[0])[0]
+        function = self.library.step_function("prefill", plan.num_rows)
+        logits = function(step.ids, step.wanted, *self._arguments(step))[0]
+        return logits, self._find(logits)
 
-    def decode(self, ids: Any, plan: StepPlan) -> np.ndarray:
-        """Run a planned step of one row a sequence; float32 ``[sequences, vocabulary]``."""
+    def _decode(self, ids: Any, plan: StepPlan) -> tuple[Any, Any]:
+        """Run a planned step of one row a sequence: its logits ``[sequences, 1, V]`` and likeliest tokens."""
         step = self._steps.decode(ids)
-        result = self.library.step_function("decode", plan.num_rows)(step.ids, *self._arguments(step))
-        return self.library.host_array(result[0])[:, 0]
+        function = self.library.step_function("decode", plan.num_rows)
+
+        def run() -> tuple[Any, Any]:
+            logits = function(step.ids, *self._arguments(step))[0]
+            return logits, self._find(logits)
+
+        return self._graphs.run(step.key, run) if self._graphs else run()
+
+    def _find(self, logits: Any) -> Any:
+        """The likeliest tokens of the rows, on the device; None where the host looks itself."""
+        if self.library.likeliest is None:
+            return None
+        rows, width = logits.shape[0] * logits.shape[1], logits.shape[2]
+        return self.library.likeliest(logits._create_view((rows, 1, width)))
+
+    def _logits(self, logits: Any) -> np.ndarray:
+        """The rows of logits on the host."""
+        return self.library.host_array(logits).reshape(-1, logits.shape[2])
+
+    def _likeliest(self, logits: Any, found: Any) -> np.ndarray:
+        """The likeliest tokens on the host."""
+        if found is None or self._driver is None or self._ids is None:
+            rows = self._logits(logits)
+            return np.where(np.isfinite(rows).all(axis=1), rows.argmax(axis=1), -1).astype(np.int32)
+        count = found.shape[0]
+        self._driver.copy_to_host(self._ids[:count], found.data_ptr())
+        self._steps.fetch_faults()
+        self._driver.synchronize()
+        return self._ids[:count].copy()
 
     def _arguments(self, step: StepTensors) -> tuple[Any, ...]:
         """What ``prefill`` and ``decode`` take after the ids."""

@@ -14,6 +14,7 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from kvq.runtime.cuda_driver import CudaDriver
 from kvq.runtime.decode_plan import DecodeDevice, plan_decode
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
@@ -37,6 +38,8 @@ class StepTensors(NamedTuple):
         ``kv_faults``, ``positions`` and ``append_slots`` of ``docs/design.md``.
     lists : tuple
         ``page_table`` and what follows it there.
+    key : tuple of int
+        Steps with equal keys have the same tensors: addresses and shapes. Empty where that is not said.
     """
 
     ids: Any
@@ -45,6 +48,7 @@ class StepTensors(NamedTuple):
     positions: Any
     slots: Any
     lists: tuple[Any, ...]
+    key: tuple[int, ...] = ()
 
 
 class StepMaker(Protocol):
@@ -62,10 +66,14 @@ class StepMaker(Protocol):
         """NaNs replaced and values saturated by the step that ran, int ``[2]``."""
         ...
 
+    def fetch_faults(self) -> None:
+        """Start to fetch what :meth:`faults` returns, where that takes time."""
+        ...
 
-def step_maker(plan: StepPlan, device: Device, metadata: Metadata) -> StepMaker:
-    """The maker for a device and a library."""
-    return HostSteps(plan) if device.kind == "cpu" else DeviceSteps(plan, device, metadata)
+
+def step_maker(plan: StepPlan, device: Device, metadata: Metadata, driver: CudaDriver | None) -> StepMaker:
+    """The maker for a device and a library; ``driver`` is that of a GPU."""
+    return HostSteps(plan) if device.kind == "cpu" else DeviceSteps(plan, device, metadata, driver)
 
 
 class HostSteps:
@@ -106,6 +114,9 @@ class HostSteps:
         """NaNs replaced and values saturated by the step that ran."""
         return self.plan.kv_faults[: self.plan.num_rows].sum(axis=0)
 
+    def fetch_faults(self) -> None:
+        """Nothing: they are here."""
+
     def _rows(self, ids: Sequence[int]) -> tuple[Any, Any, Any, Any]:
         """Tensors over the step's rows: ids ``[1, n]`` and ``[n, 1]``, positions, slots."""
         count = self.plan.num_rows
@@ -126,10 +137,18 @@ class HostSteps:
 
 
 class DeviceSteps:
-    """Steps of a library for a GPU."""
+    """Steps of a library for a GPU.
 
-    def __init__(self, plan: StepPlan, device: Device, metadata: Metadata) -> None:
-        self.plan, self.device, self.metadata = plan, device, metadata
+    Parameters
+    ----------
+    driver : CudaDriver, optional
+        Copies on its stream, from memory that is pinned; without one, TVM copies.
+    """
+
+    def __init__(
+        self, plan: StepPlan, device: Device, metadata: Metadata, driver: CudaDriver | None = None
+    ) -> None:
+        self.plan, self.device, self.metadata, self._driver = plan, device, metadata, driver
         self._decode: DecodeDevice | None = None
         if spec := metadata.decode:
             blocks = device.threads * spec.blocks_per_sm
@@ -138,11 +157,13 @@ class DeviceSteps:
         arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
         room = sum(array.size for array in arrays) + 6 * plan.max_rows + 16 * _ALIGNMENT
         if metadata.decode:
-            room += metadata.decode.task_fields * (plan.max_rows + metadata.scratch_slots)
-        self._staging = aligned_zeros((room,), np.int32)
+            room += metadata.decode.task_fields * (plan.max_rows + metadata.scratch_slots + _ALIGNMENT)
+        self._staging = driver.pinned_zeros(room) if driver else aligned_zeros((room,), np.int32)
+        self._fetched = driver.pinned_zeros(2 * plan.max_rows) if driver else None
         self._buffer = tvm.runtime.empty((room,), "int32", device.handle)
         self._views: dict[tuple[int, tuple[int, ...]], Int32View] = {}
         self._faults: Any = None
+        self._on_its_way = False
 
     def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
         """Tensors of the planned step, for the library's ``prefill``."""
@@ -154,12 +175,37 @@ class DeviceSteps:
     def decode(self, ids: Sequence[int]) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
         tasks = self._tasks() if self._decode is None else self._decode_tasks(self._decode)
-        column_ids, faults, *rest = self._upload(tasks, np.asarray(ids, np.int32)[:, None])
-        return StepTensors(column_ids, None, faults, rest[0], rest[1], tuple(rest[2:]))
+        key: tuple[int, ...] = ()
+        if self._driver is not None:
+            # room for steps to come: kernels look at the counts, so what is behind them is not read
+            seals, carries, _, merges = (int(count) for count in self.plan.plan_counts)
+            key = (
+                self.plan.num_rows,
+                _aligned(len(tasks)),
+                *(self._room(n) for n in (seals, carries, merges)),
+            )
+        column_ids, faults, *rest = self._upload(tasks, np.asarray(ids, np.int32)[:, None], room=key[1:])
+        return StepTensors(column_ids, None, faults, rest[0], rest[1], tuple(rest[2:]), key)
+
+    def _room(self, count: int) -> int:
+        """Entries of a list of which a decode step has ``count``: one, or as many as there are rows."""
+        return 1 if count <= 1 else max(count, self.plan.num_rows)
 
     def faults(self) -> np.ndarray:
         """NaNs replaced and values saturated by the step that ran."""
-        return self._faults.numpy().sum(axis=0)
+        if self._driver is None or self._fetched is None:
+            return self._faults.numpy().sum(axis=0)
+        if not self._on_its_way:
+            self.fetch_faults()
+            self._driver.synchronize()
+        self._on_its_way = False
+        return self._fetched[: 2 * self.plan.num_rows].reshape(-1, 2).sum(axis=0)
+
+    def fetch_faults(self) -> None:
+        """Put the copy of the faults on the stream, for :meth:`faults` after its end."""
+        if self._driver is not None and self._fetched is not None:
+            self._driver.copy_to_host(self._fetched[: 2 * self.plan.num_rows], self._faults.data_ptr())
+            self._on_its_way = True
 
     def _tasks(self) -> np.ndarray:
         """The plan's attention tasks."""
@@ -173,10 +219,17 @@ class DeviceSteps:
         tasks = plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
         return np.array(tasks, np.int32)
 
-    def _upload(self, tasks: np.ndarray, *first: np.ndarray) -> list[Any]:
-        """Copy ``first``, the plan's arrays and the attention's tasks in one piece; their tensors."""
+    def _upload(self, tasks: np.ndarray, *first: np.ndarray, room: tuple[int, ...] = ()) -> list[Any]:
+        """Copy ``first``, the plan's arrays and the attention's tasks in one piece; their tensors.
+
+        ``room`` are the entries that tasks, seals, carries and merges get, instead of those that count;
+        the page table then has all it may ever have.
+        """
         plan, rows = self.plan, self.plan.num_rows
         seals, carries, _, merges = (max(1, int(count)) for count in plan.plan_counts)
+        length = len(tasks)
+        if room:
+            length, seals, carries, merges = room
         counts = plan.plan_counts.copy()
         counts[2] = len(tasks)
         arrays = [
@@ -187,7 +240,7 @@ class DeviceSteps:
             counts,
             plan.seal_tasks[:seals],
             plan.carry_tasks[:carries],
-            tasks,
+            _padded(tasks, length),
             plan.merge_tasks[:merges],
             # last and rounded up, so that a step of decode like the one before has the same views
             plan.page_table[: _aligned(plan.table_entries)],
@@ -197,10 +250,16 @@ class DeviceSteps:
             starts.append(used)
             self._staging[used : used + array.size] = array.reshape(-1)
             used += _aligned(array.size)
-        self._buffer._create_view((used,)).copyfrom(self._staging[:used])
+        if self._driver is None:
+            self._buffer._create_view((used,)).copyfrom(self._staging[:used])
+        else:
+            self._driver.copy_to_device(self._buffer.data_ptr(), self._staging[:used])
         if len(self._views) > MAX_KEPT_VIEWS * len(arrays):
             self._views.clear()
-        tensors = [self._view(start, array.shape) for start, array in zip(starts, arrays, strict=True)]
+        shapes = [array.shape for array in arrays]
+        if room:
+            shapes[-1] = (_aligned(plan.page_table.size),)
+        tensors = [self._view(start, shape) for start, shape in zip(starts, shapes, strict=True)]
         self._faults = tensors[len(first)]
         tensors.insert(len(first) + 3, tensors.pop())  # the page table comes first of the lists
         return tensors
@@ -210,6 +269,13 @@ class DeviceSteps:
         if view is None:
             view = self._views[start, shape] = Int32View(self._buffer, start, shape)
         return view.tensor
+
+
+def _padded(tasks: np.ndarray, length: int) -> np.ndarray:
+    """The tasks, and zeros up to ``length``."""
+    if len(tasks) == length:
+        return tasks
+    return np.concatenate([tasks, np.zeros((length - len(tasks), tasks.shape[1]), np.int32)])
 
 
 def _aligned(count: int) -> int:

@@ -207,6 +207,10 @@ class Kernels(Protocol):
         """Multiply each row, or each of its ``top_k`` inputs, by the matrices of its experts."""
         ...
 
+    def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc | None:
+        """The likeliest of the first ``drawable`` ids of each row; None where the host looks itself."""
+        ...
+
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         """Normalize float32 rows."""
         ...

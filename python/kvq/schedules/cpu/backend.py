@@ -130,6 +130,9 @@ class CpuKernels:
     ) -> tirx.PrimFunc:
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.isa)
 
+    def likeliest(self, vocab: int, drawable: int) -> None:
+        return None
+
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)
 

@@ -16,6 +16,7 @@ from . import (
     kv_append,
     kv_carry,
     kv_seal,
+    likeliest,
     linear,
     linear_few,
     linear_tiles,
@@ -25,6 +26,7 @@ from . import (
     tile_attention,
     weight_fragments,
 )
+from .block import overlaps
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
@@ -45,7 +47,7 @@ class CudaHalfKernels:
         return k, "float16"
 
     def quantize_rows(self, k: int) -> tirx.PrimFunc:
-        return pointwise.round_rows(k)
+        return pointwise.round_rows(k, overlaps(self.archs))
 
     def linear(
         self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
@@ -58,10 +60,10 @@ class CudaHalfKernels:
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
-        return pointwise.rms_norm(dim, eps, "float16")
+        return pointwise.rms_norm(dim, eps, "float16", overlaps(self.archs))
 
     def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
-        return pointwise.gate(dim, activation, "float16")
+        return pointwise.gate(dim, activation, "float16", overlaps(self.archs))
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,9 @@ class CudaKernels:
         self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
     ) -> tirx.PrimFunc:
         raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+
+    def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+        return likeliest.likeliest(vocab, drawable)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)

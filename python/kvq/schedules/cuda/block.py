@@ -6,6 +6,9 @@ there are. Sums run in an order that depends on shapes alone, so a row has the s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from tvm.script import tirx as T
 
 WARP = 32
@@ -13,6 +16,34 @@ WARP = 32
 ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
 
 _ALL_LANES = 0xFFFFFFFF
+
+
+#: From here on, a kernel may start while the one before it runs.
+OVERLAP_FROM = 90
+
+
+def overlaps(archs: Sequence[str]) -> bool:
+    """Whether on GPUs of every one of ``archs`` a kernel may start while the one before it runs."""
+    return min(int("".join(filter(str.isdigit, arch))) for arch in archs) >= OVERLAP_FROM
+
+
+def kernel_attributes(overlap: bool) -> dict[str, Any]:
+    """Attributes of a kernel; one with ``overlap`` calls :func:`wait_for_rows` before it reads or writes."""
+    if not overlap:
+        return ATTRIBUTES
+    return {**ATTRIBUTES, "tirx.kernel_launch_params": ["tirx.use_programtic_dependent_launch"]}
+
+
+def let_next_start(overlap: bool) -> None:
+    """Let the kernel behind this one start, as far as it does not depend on this one."""
+    if overlap:
+        T.evaluate(T.ptx["griddepcontrol.launch_dependents"]())
+
+
+def wait_for_rows(overlap: bool) -> None:
+    """Wait for the end of the kernel before this one."""
+    if overlap:
+        T.evaluate(T.ptx["griddepcontrol.wait"]())
 
 
 def put(buffer, value, *index):

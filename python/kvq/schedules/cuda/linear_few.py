@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .block import ATTRIBUTES, WARP, for_threads
-from .mma import block_sync, emit, load_global, mma, put, u32
+from .block import WARP, for_threads, kernel_attributes, let_next_start, overlaps, wait_for_rows
+from .mma import block_sync, load_global, mma, put, u32
 from .products import product_func
 from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 
@@ -24,8 +24,6 @@ from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 MOST_ROWS = 16
 #: Tiles of a weight that keep all multiprocessors busy with small blocks.
 MANY_TILES = 1024
-#: From here on, a kernel may start while the one before it runs.
-OVERLAP_FROM = 90
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class FewTuning:
 
 def few_tuning(n_out: int, storage: str, archs: Sequence[str]) -> FewTuning:
     """The tuning for GPUs of every one of ``archs`` (``sm_90`` and the like), measured on an H200."""
-    overlap = min(int("".join(filter(str.isdigit, arch))) for arch in archs) >= OVERLAP_FROM
+    overlap = overlaps(archs)
     if storage == "float16":
         return FewTuning(warps=8, ahead=2, overlap=overlap)
     # blocks enough for every multiprocessor: then fewer warps have more to do between two meetings
@@ -95,8 +93,7 @@ class _Few:
         for slot in range(ahead):
             with T.If(slot < count), T.Then():
                 self.load_unit(weight, tile, warp + slot * warps, lane, held, slot)
-        if self.tuning.overlap:
-            emit(T.ptx["griddepcontrol.wait"]())
+        wait_for_rows(self.tuning.overlap)
         with T.serial(T.truncdiv(count + (ahead - 1), ahead)) as turn:
             for slot in range(ahead):
                 index = T.bind(turn * ahead + slot)
@@ -148,8 +145,7 @@ class _Few:
     def block(self, weight, x, added, out, n, n_out: int, tile, thread, shared) -> None:
         """A block's tile."""
         warp, lane = T.bind(T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
-        if self.tuning.overlap:
-            emit(T.ptx["griddepcontrol.launch_dependents"]())
+        let_next_start(self.tuning.overlap)
         with T.If(n <= 8):
             for row_tiles, branch in ((1, T.Then), (MOST_ROWS // 8, T.Else)):
                 with branch():
@@ -160,9 +156,6 @@ class _Few:
 def linear_few(n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False) -> tirx.PrimFunc:
     """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
     kernel = _Few(k, storage, tuning)
-    attributes = dict(ATTRIBUTES)
-    if tuning.overlap:
-        attributes["tirx.kernel_launch_params"] = ["tirx.use_programtic_dependent_launch"]
 
     def body(weight, x, added, out, n):
         tile = T.cta_id([tiles(n_out)])
@@ -170,4 +163,4 @@ def linear_few(n_out: int, k: int, storage: str, tuning: FewTuning, residual: bo
         shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)
         kernel.block(weight, x, added, out, T.bind(T.cast(n, "int32")), n_out, tile, thread, shared)
 
-    return product_func(n_out, k, storage, residual, attributes, body)
+    return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body)

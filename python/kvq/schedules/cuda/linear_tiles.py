@@ -5,8 +5,8 @@
     out^T[outputs, rows] = W[outputs, inputs] x^T       A = the weight's units, B = rows of activations
 
 A unit's words are operand A as they lie in memory; int4 codes become halves in registers. Rows are copied
-to shared memory as they are, 64 inputs of a row in 128 bytes, where the 16-byte pieces of odd rows change places
-in pairs: then a lane's 16 bytes, operand B of two products, meet no bank that another lane wants.
+to shared memory as they are, 64 inputs of a row in 128 bytes, where the 16-byte pieces of odd rows change
+places in pairs: then a lane's 16 bytes, operand B of two products, meet no bank that another lane wants.
 Warps share a block's outputs and rows, and, where rows are few, its inputs too.
 """
 
@@ -24,6 +24,8 @@ from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 
 #: Rows up to which blocks are as high as few rows need.
 SOME_ROWS = 128
+#: Outputs of a weight that are enough for wide blocks on every multiprocessor.
+WIDE = 16384
 #: Bytes of a row's inputs of one unit, and of a piece that is copied at once.
 _ROW_BYTES, _PIECE = 2 * UNIT, 16
 #: Bytes of a tile's scales of one unit.
@@ -71,7 +73,8 @@ def tile_tuning(n_out: int, most_rows: int | None) -> TileTuning:
     """The tuning, measured on an H200; what it takes of shared memory fits every GPU with tensor cores."""
     if most_rows is None:
         return TileTuning(4, 8, 2, 2, 1, 4)
-    return TileTuning(1, 8, 2, 1, 4, 3)
+    # a block reads its rows for its outputs alone: with many outputs, wide blocks spare the cache
+    return TileTuning(2, 8, 4, 1, 1, 4) if n_out >= WIDE else TileTuning(1, 8, 2, 1, 4, 3)
 
 
 class _Tiles:

@@ -1,7 +1,7 @@
 """Normalization, the gated activation, and rounding: float32 rows in, rows for the next product out.
 
 Four neighbouring numbers at a time, each read once. What the tensor cores take is rounded to fp16 here; a
-magnitude beyond its range becomes the largest.
+magnitude beyond its range becomes the largest. With ``overlap`` a kernel starts while the one before it runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ from tvm.script import tirx as T
 
 from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
 
-from .block import ATTRIBUTES, WARP, add, libm, put, reduce_block, run, when
+from .block import (
+    WARP,
+    add,
+    kernel_attributes,
+    let_next_start,
+    libm,
+    put,
+    reduce_block,
+    run,
+    wait_for_rows,
+    when,
+)
 
 #: Most threads of a row's block, and threads of a block that takes a piece of a row.
 ROW_THREADS, THREADS = 1024, 256
@@ -31,7 +42,7 @@ def _put_rounded(out, value, dtype: str, *index) -> None:
     put(out, value, *index)
 
 
-def rms_norm(dim: int, eps: float, dtype: str = "float32") -> tirx.PrimFunc:
+def rms_norm(dim: int, eps: float, dtype: str = "float32", overlap: bool = False) -> tirx.PrimFunc:
     """Build ``out = x / sqrt(mean(x**2) + eps) * weight``: a block a row, which stays in registers.
 
     Arguments of the kernel: x ``float32[n, dim]``, weight ``float32[dim]``, out ``dtype[n, dim]``.
@@ -76,19 +87,21 @@ def rms_norm(dim: int, eps: float, dtype: str = "float32") -> tirx.PrimFunc:
 
     @T.prim_func(private=True)
     def rms_norm(x_h: T.handle, weight: T.Buffer((dim,), "float32"), out_h: T.handle):
-        T.func_attr(ATTRIBUTES)
+        T.func_attr(kernel_attributes(overlap))
         n = T.int64()
         x = T.match_buffer(x_h, (n, dim), "float32")
         out = T.match_buffer(out_h, (n, dim), dtype)
         T.device_entry()
         row = T.cta_id([T.cast(n, "int32")])
         thread = T.thread_id([threads])
+        let_next_start(overlap)
+        wait_for_rows(overlap)
         norm_row(row, thread, x, weight, out)
 
     return rms_norm
 
 
-def gate(dim: int, activation: str, dtype: str = "float32") -> tirx.PrimFunc:
+def gate(dim: int, activation: str, dtype: str = "float32", overlap: bool = False) -> tirx.PrimFunc:
     """Build ``out = act(x[:, :dim]) * x[:, dim:]``; ``activation`` is ``silu`` or ``gelu_tanh``.
 
     Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``dtype[n, dim]``.
@@ -109,20 +122,22 @@ def gate(dim: int, activation: str, dtype: str = "float32") -> tirx.PrimFunc:
 
     @T.prim_func(private=True)
     def gate(x_h: T.handle, out_h: T.handle):
-        T.func_attr(ATTRIBUTES)
+        T.func_attr(kernel_attributes(overlap))
         n = T.int64()
         x = T.match_buffer(x_h, (n, 2 * dim), "float32")
         out = T.match_buffer(out_h, (n, dim), dtype)
         T.device_entry()
         piece, row = T.cta_id([-(-dim // (width * THREADS)), T.cast(n, "int32")])
         thread = T.thread_id([THREADS])
+        let_next_start(overlap)
+        wait_for_rows(overlap)
         if piece * THREADS + thread < dim // width:
             gate_vector(row, piece * THREADS + thread, x, out)
 
     return gate
 
 
-def round_rows(dim: int) -> tirx.PrimFunc:
+def round_rows(dim: int, overlap: bool = False) -> tirx.PrimFunc:
     """Build the kernel that rounds rows to fp16.
 
     Arguments of the kernel: x ``float32[n, dim]``, out ``float16[n, dim]``.
@@ -137,13 +152,15 @@ def round_rows(dim: int) -> tirx.PrimFunc:
 
     @T.prim_func(private=True)
     def round_rows(x_h: T.handle, out_h: T.handle):
-        T.func_attr(ATTRIBUTES)
+        T.func_attr(kernel_attributes(overlap))
         n = T.int64()
         x = T.match_buffer(x_h, (n, dim), "float32")
         out = T.match_buffer(out_h, (n, dim), "float16")
         T.device_entry()
         piece, row = T.cta_id([-(-dim // (width * THREADS)), T.cast(n, "int32")])
         thread = T.thread_id([THREADS])
+        let_next_start(overlap)
+        wait_for_rows(overlap)
         if piece * THREADS + thread < dim // width:
             round_vector(row, piece * THREADS + thread, x, out)
 

@@ -1,0 +1,55 @@
+"""Steps as CUDA graphs: hundreds of launches become one call."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from kvq.runtime.cuda_driver import CudaDriver
+
+#: Graphs that are kept, the latest used ones. Each holds the logits of its step.
+MAX_GRAPHS = 32
+
+
+class StepGraphs:
+    """The graphs of one model.
+
+    A step's key says everything that a launch depends on: which function, how many rows, where tensors lie
+    and how long they are. The first step of a key runs as it is: it takes the memory for what is in between
+    from TVM's pool, where the capture, which computes nothing, then finds the same. All steps of the model
+    share one stream, so that memory of the pool serves one of them at a time.
+
+    Parameters
+    ----------
+    driver : CudaDriver
+        Its stream is the one that steps run on.
+    """
+
+    def __init__(self, driver: CudaDriver) -> None:
+        self._driver = driver
+        self._graphs: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
+        self._seen: set[Hashable] = set()
+
+    def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
+        """Run a step; returns what ``work`` returned when it was recorded: the tensors of its results."""
+        found = self._graphs.get(key)
+        if found is None:
+            if key not in self._seen:
+                self._seen.add(key)
+                return work()
+            found = self._record(key, work)
+        self._graphs.move_to_end(key)
+        executable, results = found
+        self._driver.launch(executable)
+        return results
+
+    def _record(self, key: Hashable, work: Callable[[], Any]) -> tuple[Any, Any]:
+        results: list[Any] = []
+        executable = self._driver.capture(lambda: results.append(work()))
+        self._graphs[key] = executable, results[0]
+        if len(self._graphs) > MAX_GRAPHS:
+            _, (oldest, _) = self._graphs.popitem(last=False)
+            self._driver.synchronize()
+            self._driver.free_graph(oldest)
+        return self._graphs[key]
