@@ -231,3 +231,11 @@ def random_rows(n: int, k: int, storage: str) -> PackedRows:
         zero, minimum = rng.integers(0, 17, groups), rng.standard_normal(groups)
         offset = (zero if kind.offset == "zero" else minimum).astype(np.float16)
     return PackedRows(storage, codes, scale, offset)
+
+
+def gated(x: np.ndarray, activation: str) -> np.ndarray:
+    """``act`` of the first half of rows, times the second half."""
+    value, up = np.split(x.astype(np.float64), 2, axis=1)
+    if activation == "silu":
+        return value / (1 + np.exp(-value)) * up
+    return 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3))) * up

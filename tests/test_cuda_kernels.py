@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from cuda_rig import CudaCacheRig, gpu, kernel, tensor
-from kernel_rig import random_rows, relative_error
+from kernel_rig import gated, random_rows, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.quantization.storage import STORAGES, pack_codes
-from test_kernels_linear import gated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no CUDA device")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_rig import build, random_rows, relative_error, tensor
+from kernel_rig import build, gated, random_rows, relative_error, tensor
 from kvq.compiler.target import cpu_target
 from kvq.passes.lower_weights import WeightPlan
 from kvq.quantization.storage import STORAGES, pack_codes
@@ -162,14 +162,6 @@ def test_rms_norm(dim):
     check_pointwise(
         lambda quantize: rms_norm(dim, 1e-5, cpu_target().isa, quantize), x, [weight], dim, expected
     )
-
-
-def gated(x: np.ndarray, activation: str) -> np.ndarray:
-    """``act`` of the first half of rows, times the second half."""
-    value, up = np.split(x.astype(np.float64), 2, axis=1)
-    if activation == "silu":
-        return value / (1 + np.exp(-value)) * up
-    return 0.5 * value * (1 + np.tanh(np.sqrt(2 / np.pi) * (value + 0.044715 * value**3))) * up
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
