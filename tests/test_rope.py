@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from checkpoints import edit_json, write_tiny_llama
+from kvq.cli.main import main
 from kvq.errors import CompileError, ConfigError
 from kvq.loader.hf_config import model_config_from_hf
 from kvq.model.rope import describe_fixed_rope, fix_rope, rope_parameters
@@ -51,3 +53,12 @@ def test_factors_that_do_not_fit_the_head_are_refused() -> None:
     keys, _ = ROPE_CASES["longrope short"]
     with pytest.raises(ConfigError, match="'short_factor' must be a list of 16 numbers"):
         model_config_from_hf(config_of({**keys, "partial_rotary_factor": 1.0}), Path("config.json"))
+
+
+def test_gen_config_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_tiny_llama(tmp_path / "in")
+    edit_json(checkpoint / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
+    arguments = ["gen_config", str(checkpoint), "-q", "q0f16", "-o", str(tmp_path / "out")]
+    assert main([*arguments, "--context-window-size", "2000"]) == 0
+    said = capsys.readouterr().err
+    assert "RoPE scaling 'dynamic' is fixed for the context of 2000 tokens" in said
