@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,3 +87,43 @@ def test_decode_is_cut_by_the_plan_for_gpus(plan):
     np.testing.assert_array_equal(found.lists[4].numpy(), np.array(expected, np.int32))
     assert found.lists[1].numpy().tolist() == [0, 0, len(expected), 0]
     plan.abort()
+
+
+class FakeDriver:
+    """Stands in for ``CudaDriver`` on the CPU's memory."""
+
+    def pinned_zeros(self, count: int) -> np.ndarray:
+        return np.zeros(count, np.int32)
+
+    def copy_to_device(self, target: int, source: np.ndarray) -> None:
+        ctypes.memmove(target, source.ctypes.data, source.nbytes)
+
+    def copy_to_host(self, target: np.ndarray, source: int) -> None:
+        ctypes.memmove(target.ctypes.data, source, target.nbytes)
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_decode_steps_have_the_same_tensors_until_they_need_more_room(plan):
+    device, spec = Device.open("cpu"), DecodeSpec(8, 2, 4)
+    steps = DeviceSteps(plan, device, metadata(spec, 64), FakeDriver())
+    plain = DeviceSteps(plan, device, metadata(spec, 64))
+    for requests in ([("a", 300)], [("a", 300)], [("b", 126), ("c", 5)]):
+        build_step(plan, requests, 1)
+        plan.commit()
+    seen = {}
+    for _ in range(4):  # b completes a page in the second
+        build_step(plan, [("a", 1), ("b", 1), ("c", 1)], 1)
+        plan.kv_faults[1] = 2, 0
+        found, expected = steps.decode([7, 8, 9]), plain.decode([7, 8, 9])
+        tensors = [found.ids, found.faults, found.positions, found.slots, *found.lists]
+        places = [(tensor.data_ptr(), tuple(tensor.shape)) for tensor in tensors]
+        assert seen.setdefault(found.key, places) == places
+        others = [expected.ids, expected.faults, expected.positions, expected.slots, *expected.lists]
+        for one, other in zip(tensors, others, strict=True):
+            assert all(a >= b for a, b in zip(one.shape, other.shape, strict=True))
+            np.testing.assert_array_equal(one.numpy()[: len(other.numpy())], other.numpy())
+        assert steps.faults().tolist() == [2, 0]
+        plan.commit()
+    assert len(seen) == 1 and found.lists[4].shape[0] % 64 == 0

@@ -74,7 +74,7 @@ def tile_tuning(n_out: int, most_rows: int | None) -> TileTuning:
     if most_rows is None:
         return TileTuning(4, 8, 2, 2, 1, 4)
     # a block reads its rows for its outputs alone: with many outputs, wide blocks spare the cache
-    return TileTuning(2, 8, 4, 1, 1, 4) if n_out >= WIDE else TileTuning(1, 8, 2, 1, 4, 3)
+    return TileTuning(4, 8, 2, 1, 2, 3) if n_out >= WIDE else TileTuning(2, 8, 1, 1, 4, 3)
 
 
 class _Tiles:
@@ -137,11 +137,14 @@ class _Tiles:
 
         def copy_row(i):
             line, piece = T.bind(T.truncdiv(i, row_pieces)), T.bind(T.bitwise_and(i, row_pieces - 1))
-            which, row = T.truncdiv(line, tuning.rows), T.bind(T.truncmod(line, tuning.rows))
-            source = x.ptr_to([T.min(first_row + row, n - 1), unit_of(which) * UNIT + piece * (_PIECE // 2)])
-            place = T.bitwise_xor(piece, T.bitwise_and(line, 1))
-            target = T.bind(stage + T.cast(line * _ROW_BYTES + place * _PIECE, "uint32"))
-            copy_async(target, self.row_at, T.bind(source), 0)
+            which = T.truncdiv(line, tuning.rows)
+            row = T.bind(first_row + T.truncmod(line, tuning.rows))
+            # rows that do not exist stay whatever they are: they are columns of B that nobody stores
+            with T.If(row < n), T.Then():
+                source = T.bind(x.ptr_to([row, unit_of(which) * UNIT + piece * (_PIECE // 2)]))
+                place = T.bitwise_xor(piece, T.bitwise_and(line, 1))
+                target = T.bind(stage + T.cast(line * _ROW_BYTES + place * _PIECE, "uint32"))
+                copy_async(target, self.row_at, source, 0)
 
         for_threads(depth * tuning.rows * row_pieces, thread, tuning.threads, copy_row)
 
