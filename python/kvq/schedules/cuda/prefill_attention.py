@@ -211,18 +211,24 @@ def prefill_attention(
         buffer("scratch", (size("num_slots"), num_heads, dim + SCRATCH_EXTRA), "float32")
         out = buffer("out", (n, num_heads, dim), dtype)
         T.device_entry()
-        head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
-        thread = T.thread_id([kernel.threads])
-        shared = T.alloc_buffer((kernel.place.shared_bytes,), "uint8", scope="shared.dyn", align=128)
-        T.attr({"tirx.dyn_smem_bytes": kernel.place.shared_bytes})
-        mine = at < counts[2]
-        if single_rows:
-            mine = T.And(mine, tasks[T.min(at, counts[2] - 1), 7] == 0)
-            fields = (tasks[at, 0], T.int32(1), tasks[at, 1], tasks[at, 3])
-        else:
-            fields = (tasks[at, 0], tasks[at, 1] - tasks[at, 0], tasks[at, 2], tasks[at, 3])
-        rows = (kv_open, None if single_rows else workspace, num_open)  # a single row is in its open page
-        arguments = (q, pool, *rows, positions, table, sinks, layer, out)
-        with T.If(mine), T.Then():
-            kernel.run(fields, head, thread, shared, arguments)
+        place = kernel.place
+        limits = {
+            "tirx.launch_bounds_min_blocks_per_sm": place.blocks_per_sm,
+            "tirx.dyn_smem_bytes": place.shared_bytes,
+        }
+        with T.attr(limits):
+            head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+            thread = T.thread_id([kernel.threads])
+            shared = T.alloc_buffer((place.shared_bytes,), "uint8", scope="shared.dyn", align=128)
+            mine = at < counts[2]
+            if single_rows:
+                mine = T.And(mine, tasks[T.min(at, counts[2] - 1), 7] == 0)
+                fields = (tasks[at, 0], T.int32(1), tasks[at, 1], tasks[at, 3])
+            else:
+                fields = (tasks[at, 0], tasks[at, 1] - tasks[at, 0], tasks[at, 2], tasks[at, 3])
+            # a single row stands in its open page
+            rows = (kv_open, None if single_rows else workspace, num_open)
+            arguments = (q, pool, *rows, positions, table, sinks, layer, out)
+            with T.If(mine), T.Then():
+                kernel.run(fields, head, thread, shared, arguments)
     return script.get()

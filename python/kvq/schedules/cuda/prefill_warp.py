@@ -56,6 +56,8 @@ class Place:
         self.factor_at = self.table_at + 2 * table
         self.query_at = self.factor_at + 16
         self.shared_bytes = self.query_at + queries
+        #: blocks that must fit a multiprocessor, which limits registers
+        self.blocks_per_sm = 3 if layout.head_dim <= 128 else 2
 
 
 class PrefillWarp:
