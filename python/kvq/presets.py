@@ -46,7 +46,7 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
 
 
 _QWEN2 = {"model_type": "qwen2", "attention_bias": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
-_QWEN3 = {
+_QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
     "head_dim": 128,
     "qk_norm": "head",
@@ -87,6 +87,23 @@ def _experts(count: int, used: int, width: int) -> dict[str, Any]:
     return {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": width}
 
 
+_QWEN3_MOE = {**_QWEN3, "model_type": "qwen3_moe", **_experts(128, 8, 768)}
+_MIXTRAL = {"model_type": "mixtral", "rope_theta": 1e6, **_experts(8, 2, 14336)}
+_OLMO2: dict[str, Any] = {
+    "model_type": "olmo2",
+    "norm_placement": "post",
+    "qk_norm": "projection",
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-6,
+}
+_SMOLLM3: dict[str, Any] = {
+    "model_type": "smollm3",
+    "rope_layers": tuple((i + 1) % 4 != 0 for i in range(36)),
+    "rope_theta": 5e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+
 PRESETS: dict[str, ModelConfig] = {
     "llama-2-7b": _llama(4096, 11008, 32, 32, 32, 32000, 4096),
     "llama-2-13b": _llama(5120, 13824, 40, 40, 40, 32000, 4096),
@@ -101,38 +118,15 @@ PRESETS: dict[str, ModelConfig] = {
     "smollm2-135m": _llama(576, 1536, 30, 9, 3, 49152, 8192, **_SMOLLM2),
     "smollm2-360m": _llama(960, 2560, 32, 15, 5, 49152, 8192, **_SMOLLM2),
     "smollm2-1.7b": _llama(2048, 8192, 24, 32, 32, 49152, 8192, **{**_SMOLLM2, "rope_theta": 130000.0}),
-    "smollm3-3b": _llama(
-        *(2048, 11008, 36, 16, 4, 128256, 65536),
-        model_type="smollm3",
-        rope_layers=tuple((i + 1) % 4 != 0 for i in range(36)),
-        rope_theta=5e6,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    ),
+    "smollm3-3b": _llama(2048, 11008, 36, 16, 4, 128256, 65536, **_SMOLLM3),
     "qwen3-0.6b": _llama(1024, 3072, 28, 16, 8, 151936, 40960, **_QWEN3, tie_word_embeddings=True),
     "qwen3-8b": _llama(4096, 12288, 36, 32, 8, 151936, 40960, **_QWEN3),
-    "qwen3-30b-a3b": _llama(
-        *(2048, 6144, 48, 32, 4, 151936, 40960),
-        **{**_QWEN3, "model_type": "qwen3_moe"},
-        **_experts(128, 8, 768),
-    ),
-    "mixtral-8x7b": _llama(
-        *(4096, 14336, 32, 32, 8, 32000, 32768),
-        model_type="mixtral",
-        rope_theta=1e6,
-        **_experts(8, 2, 14336),
-    ),
+    "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 4, 151936, 40960, **_QWEN3_MOE),
+    "mixtral-8x7b": _llama(4096, 14336, 32, 32, 8, 32000, 32768, **_MIXTRAL),
     "gemma-2-2b": _llama(2304, 9216, 26, 8, 4, 256000, 8192, **_gemma2(26, 2304)),
     "gemma-2-9b": _llama(3584, 14336, 42, 16, 8, 256000, 8192, **_gemma2(42, 3584)),
     "gemma-3-270m": _llama(640, 2048, 18, 4, 1, 262144, 32768, **_gemma3(18, 640, 512)),
     "gemma-3-1b": _llama(1152, 6912, 26, 4, 1, 262144, 32768, **_gemma3(26, 1152, 512)),
     "phi-3-mini-4k": _llama(3072, 8192, 32, 32, 32, 32064, 4096, model_type="phi3", sliding_window=2047),
-    "olmo-2-7b": _llama(
-        *(4096, 11008, 32, 32, 32, 100352, 4096),
-        model_type="olmo2",
-        norm_placement="post",
-        qk_norm="projection",
-        rope_theta=500000.0,
-        rms_norm_eps=1e-6,
-    ),
+    "olmo-2-7b": _llama(4096, 11008, 32, 32, 32, 100352, 4096, **_OLMO2),
 }
