@@ -83,7 +83,8 @@ def test_the_case_answers_as_the_oracle_of_one_row():
 
 @pytest.mark.parametrize("name", ["int4", "int3 head_dim 80", "k=int4:v=none"])
 def test_compiles_for_every_generation(name, tmp_path):
-    from kvq.bench.attention import compile_kernel, kernel_name
+    from kvq.bench.attention import compile_kernel
+    from kvq.bench.attention_kernels import kernel_path
     from kvq.compiler.fatbin import find_nvcc
 
     try:
@@ -93,7 +94,7 @@ def test_compiles_for_every_generation(name, tmp_path):
     shape, group = GEOMETRIES[name]
     heads = group * shape.num_kv_heads
     compile_kernel(tmp_path, shape, heads, "sm_80,sm_90")
-    code = (tmp_path / kernel_name(shape, heads)).with_suffix(".so").read_bytes()
+    code = kernel_path(tmp_path, "decode", shape, heads).with_suffix(".so").read_bytes()
     assert b"\x50\xed\x55\xba" in code, "no fatbin in the library"
 
 

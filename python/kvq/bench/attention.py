@@ -9,7 +9,6 @@ the same run.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import tvm
 import tvm_ffi
 
 from kvq.bench.attention_case import AttentionCase
+from kvq.bench.attention_kernels import kernel_path, read_kernel, write_kernel
 from kvq.bench.attention_peers import PEERS, PeerCase, check_peers, peer_times
 from kvq.bench.cuda_graph import Driver
 from kvq.errors import ConfigError, LibraryError
@@ -39,8 +39,6 @@ ROTATION_BYTES = 400_000_000
 LAUNCHES, REPLAYS = 24, 20
 #: Largest relative error of a kernel that is worth timing.
 TOLERANCE = 5e-3
-#: Name of the function in a kernel's library.
-ENTRY = "attention"
 _SAMPLES = 24
 
 
@@ -166,12 +164,6 @@ class Figure:
         return asdict(self)
 
 
-def kernel_name(layout: KVLayout, num_heads: int) -> str:
-    """Name of the kernel of a layout among others."""
-    bits = f"k{layout.k_bits or 16}v{layout.v_bits or 16}"
-    return f"decode_{bits}_h{num_heads}_{layout.num_kv_heads}_{layout.head_dim}_p{layout.page_size}"
-
-
 def compile_kernel(directory: Path, layout: KVLayout, num_heads: int, archs: str | None) -> None:
     """Compile a kernel into ``directory``, for ``archs`` (``--cuda-arch``) or for this machine's GPU."""
     from kvq.compiler.target import cuda_target
@@ -179,25 +171,15 @@ def compile_kernel(directory: Path, layout: KVLayout, num_heads: int, archs: str
 
     target = cuda_target(archs)
     tuning = decode_tuning(layout, num_heads, target.archs)
-    func = paged_attention_decode(layout, num_heads, "float16", tuning).with_attr("global_symbol", ENTRY)
-    built = tvm.compile(tvm.IRModule({ENTRY: func}), target=target.target, tir_pipeline=target.tir_pipeline)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / kernel_name(layout, num_heads)
-    temporary = path.with_suffix(".new.so")
-    built.export_library(str(temporary), fpack_imports=target.pack_imports)
-    path.with_suffix(".json").write_text(
-        json.dumps({"warps": tuning.warps, "blocks_per_sm": tuning.blocks_per_sm})
-    )
-    temporary.replace(path.with_suffix(".so"))
+    func = paged_attention_decode(layout, num_heads, "float16", tuning)
+    about = {"warps": tuning.warps, "blocks_per_sm": tuning.blocks_per_sm}
+    write_kernel(kernel_path(directory, "decode", layout, num_heads), func, target, about)
 
 
 def load_kernel(directory: Path, layout: KVLayout, num_heads: int) -> Kernel:
     """Load a kernel from ``directory``, compiled now if it is not there."""
-    path = directory / kernel_name(layout, num_heads)
-    if not path.with_suffix(".so").exists():
-        compile_kernel(directory, layout, num_heads, None)
-    about = json.loads(path.with_suffix(".json").read_text())
-    function = tvm.runtime.load_module(str(path.with_suffix(".so")))[ENTRY]
+    path = kernel_path(directory, "decode", layout, num_heads)
+    function, about = read_kernel(path, lambda: compile_kernel(directory, layout, num_heads, None))
     return Kernel(function, layout, num_heads, about["warps"], about["blocks_per_sm"])
 
 

@@ -7,10 +7,10 @@ cache; a figure is the median of single launches between two events.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ import numpy as np
 import tvm
 import tvm_ffi
 
-from kvq.bench.attention import ENTRY, TOLERANCE, Geometry, Shape
+from kvq.bench.attention import TOLERANCE, Geometry, Shape
+from kvq.bench.attention_kernels import kernel_path, read_kernel, write_kernel
 from kvq.bench.attention_peers import torch_with_cuda
 from kvq.bench.cuda_graph import Driver
 from kvq.errors import ConfigError, LibraryError
@@ -160,25 +161,14 @@ class PrefillFigure:
         return asdict(self)
 
 
-def _name(layout: KVLayout, num_heads: int) -> str:
-    bits = f"k{layout.k_bits or 16}v{layout.v_bits or 16}"
-    return f"prefill_{bits}_h{num_heads}_{layout.num_kv_heads}_{layout.head_dim}_p{layout.page_size}"
-
-
 def compile_prefill(directory: Path, layout: KVLayout, num_heads: int, archs: str | None) -> None:
     """Compile the kernel into ``directory``, for ``archs`` (``--cuda-arch``) or for this machine's GPU."""
     from kvq.compiler.target import cuda_target
 
     target = cuda_target(archs)
-    func = target.kernels.paged_attention(layout, num_heads, "float16").with_attr("global_symbol", ENTRY)
-    built = tvm.compile(tvm.IRModule({ENTRY: func}), target=target.target, tir_pipeline=target.tir_pipeline)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / _name(layout, num_heads)
-    temporary = path.with_suffix(".new.so")
-    built.export_library(str(temporary), fpack_imports=target.pack_imports)
-    shape = target.kernels.attention_shape(layout, num_heads)
-    path.with_suffix(".json").write_text(json.dumps({"tile_rows": shape.tile_rows}))
-    temporary.replace(path.with_suffix(".so"))
+    func = target.kernels.paged_attention(layout, num_heads, "float16")
+    about = {"tile_rows": target.kernels.attention_shape(layout, num_heads).tile_rows}
+    write_kernel(kernel_path(directory, "prefill", layout, num_heads), func, target, about)
 
 
 def bench_prefill(
@@ -203,14 +193,11 @@ def bench_prefill(
     for kv in schemes:
         report(f"{kv}: kernel")
         layout, heads = geometry.layout(kv, page_size), geometry.num_heads
-        path = kernels / _name(layout, heads)
-        if not path.with_suffix(".so").exists():
-            compile_prefill(kernels, layout, heads, None)
-        tile_rows = json.loads(path.with_suffix(".json").read_text())["tile_rows"]
-        kernel = tvm.runtime.load_module(str(path.with_suffix(".so")))[ENTRY]
+        path = kernel_path(kernels, "prefill", layout, heads)
+        kernel, about = read_kernel(path, partial(compile_prefill, kernels, layout, heads, None))
         for shape in shapes:
             report(f"{kv} {shape}")
-            case = PrefillCase(layout, heads, shape, tile_rows)
+            case = PrefillCase(layout, heads, shape, about["tile_rows"])
             times, out = _run(kernel, case, device, driver)
             error = case.error(out)
             if not error <= TOLERANCE:
