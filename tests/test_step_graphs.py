@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from kvq.errors import LibraryError
 from kvq.runtime import step_graphs
 from kvq.runtime.step_graphs import StepGraphs
 
@@ -16,6 +17,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.done: list[str] = []
         self.graphs = 0
+        self.free = 1000
 
     def capture(self, work: Callable[[], None]) -> int:
         work()
@@ -28,6 +30,9 @@ class FakeDriver:
 
     def synchronize(self) -> None:
         self.done.append("wait")
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, 1000
 
     def free_graph(self, graph: int) -> None:
         self.done.append(f"free {graph}")
@@ -71,3 +76,30 @@ def test_a_capture_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) ->
         graphs.run("a", lambda: 1 / 0)
     assert graphs.run("a", lambda: "made") == "made"
     assert driver.done == ["capture 1", "launch 1"]
+
+
+def test_graphs_go_before_their_memory_may() -> None:
+    driver = FakeDriver()
+    graphs = StepGraphs(driver)  # type: ignore[arg-type]
+    for _ in range(2):
+        graphs.run("a", lambda: None)
+    graphs.make_room(1000)
+    assert "a" in graphs
+    driver.free = 10
+    graphs.make_room(11)
+    assert "a" not in graphs and driver.done[-2:] == ["wait", "free 1"]
+    assert graphs.run("a", lambda: "as it is") == "as it is"
+
+
+def test_what_the_driver_refuses_to_record_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    driver, worked = FakeDriver(), []
+    graphs = StepGraphs(driver)  # type: ignore[arg-type]
+
+    def refuse(_work: Callable[[], None]) -> int:
+        raise LibraryError("cuStreamEndCapture failed")
+
+    driver.capture = refuse  # type: ignore[method-assign]
+    for turn in range(4):
+        assert graphs.run("a", lambda turn=turn: worked.append(turn) or turn) == turn
+    assert worked == [0, 1, 2, 3] and driver.done == []
+    assert len(caplog.records) == 1

@@ -142,6 +142,8 @@ class LoadedModel:
 
     def _prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> tuple[Any, Any]:
         """Run a planned step of any shape: its logits ``[1, len(logit_rows), V]`` and likeliest tokens."""
+        if self._graphs:
+            self._graphs.make_room(self._most_bytes(plan.num_rows, len(logit_rows)))
         step = self._steps.prefill(ids, logit_rows)
         function = self.library.step_function("prefill", plan.num_rows)
         logits = function(step.ids, step.wanted, *self._arguments(step))[0]
@@ -152,11 +154,21 @@ class LoadedModel:
         step = self._steps.decode(ids)
         function = self.library.step_function("decode", plan.num_rows)
 
+        if self._graphs and step.key not in self._graphs:
+            self._graphs.make_room(self._most_bytes(plan.num_rows, plan.num_rows))
+
         def run() -> tuple[Any, Any]:
             logits = function(step.ids, *self._arguments(step))[0]
             return logits, self._find(logits)
 
         return self._graphs.run(step.key, run) if self._graphs else run()
+
+    def _most_bytes(self, rows: int, logit_rows: int) -> int:
+        """More than a step allocates between its kernels: every kind of row twice, in float32."""
+        model = self.metadata.model
+        heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+        width = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * heads
+        return 8 * (rows * width + logit_rows * model.vocab_size)
 
     def _find(self, logits: Any) -> Any:
         """The likeliest tokens of the rows, on the device; None where the host looks itself."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from kvq.errors import LibraryError
 from kvq.runtime.cuda_driver import CudaDriver
+
+logger = logging.getLogger("kvq")
 
 #: Graphs that are kept, the latest used ones. Each holds the logits of its step.
 MAX_GRAPHS = 32
@@ -18,7 +22,8 @@ class StepGraphs:
     A step's key says everything that a launch depends on: which function, how many rows, where tensors lie
     and how long they are. The first step of a key runs as it is: it takes the memory for what is in between
     from TVM's pool, where the capture, which computes nothing, then finds the same. All steps of the model
-    share one stream, so that memory of the pool serves one of them at a time.
+    share one stream, so that memory of the pool serves one of them at a time. TVM gives the pool's memory
+    back to the device when that has none left: :meth:`make_room` forgets the graphs before that can happen.
 
     Parameters
     ----------
@@ -30,19 +35,38 @@ class StepGraphs:
         self._driver = driver
         self._graphs: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
         self._seen: set[Hashable] = set()
+        self._refused: set[Hashable] = set()
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """Run a step; returns what ``work`` returned when it was recorded: the tensors of its results."""
         found = self._graphs.get(key)
         if found is None:
-            if key not in self._seen:
+            if key not in self._seen or key in self._refused:
                 self._seen.add(key)
                 return work()
-            found = self._record(key, work)
+            try:
+                found = self._record(key, work)
+            except LibraryError as error:
+                logger.warning(
+                    "a step was not recorded as a CUDA graph, so its kind runs unrecorded: %s", error
+                )
+                self._refused.add(key)
+                return work()
         self._graphs.move_to_end(key)
         executable, results = found
         self._driver.launch(executable)
         return results
+
+    def make_room(self, num_bytes: int) -> None:
+        """Forget all graphs unless the device has ``num_bytes``, which a step may allocate."""
+        if self._graphs and self._driver.memory()[0] < num_bytes:
+            self._driver.synchronize()
+            while self._graphs:
+                self._driver.free_graph(self._graphs.popitem()[1][0])
+            self._seen.clear()
 
     def _record(self, key: Hashable, work: Callable[[], Any]) -> tuple[Any, Any]:
         results: list[Any] = []
