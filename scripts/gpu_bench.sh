@@ -7,6 +7,7 @@
 #   python tests/cuda_attention.py compile KERNELS sm_90
 #   python tests/cuda_rig.py KERNELS sm_90
 #   kvq bench attention --compile-only --cuda-arch sm_90 --kernels KERNELS
+#   python scripts/bench_shape.py compile llama-3-8b KERNELS
 # Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS the other libraries,
 # WORKERS the processes that run tests.
 set -euo pipefail
@@ -52,4 +53,10 @@ for path in sys.argv[1:]:
         error = "" if f["error"] is None else f"{f['error']:.0e}"
         print(f"{f['heads']:>10} {f['kv']:>14} {f['shape']:>12} {f['us']:8.1f} us {f['tb_per_s']:6.2f} TB/s {error}")
 END
+
+shapes=("$kernels"/llama-*.so)
+if [[ -e "${shapes[0]}" ]]; then
+  echo "== whole steps"
+  "$python" scripts/bench_shape.py run "${shapes[@]}" | tee "$out/shapes.jsonl" || failed=1
+fi
 exit "$failed"

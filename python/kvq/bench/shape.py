@@ -39,7 +39,7 @@ def shape_directory(name: str, quantization: str, context_window_size: int) -> P
     config = ChatConfig(
         model_type=model.model_type,
         quantization=weights.name,
-        model_config=model.model_copy(update={"max_position_embeddings": context}).model_dump(),
+        model_config=model.model_copy(update={"max_position_embeddings": context}),
         vocab_size=model.vocab_size,
         active_vocab_size=model.vocab_size,
         context_window_size=context,
