@@ -22,6 +22,7 @@ from kernel_rig import CacheRig
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
 from kvq.runtime.device import Device
+from kvq.schedules.attention_variant import AttentionVariant
 
 
 @cache
@@ -89,15 +90,15 @@ class CudaCacheRig(CacheRig):
 
     def build_kernels(self, opt: str):
         layout, heads = self.layout, self.num_heads
-        return cache_kernels(layout, heads), attention_shape(layout, heads)
+        return cache_kernels(layout, heads, self.variant), attention_shape(layout, heads)
 
 
-def cache_kernels(layout: KVLayout, heads: int) -> tuple[Any, ...]:
+def cache_kernels(layout: KVLayout, heads: int, variant: AttentionVariant) -> tuple[Any, ...]:
     """The kernels of a cache, in the order in which a step calls them."""
     return (
         kernel("kv_append", layout, heads, layout.head_dim, layout.head_dim**-0.5, "float32"),
         kernel("kv_seal", layout, heads),
-        kernel("paged_attention", layout, heads, "float32"),
+        kernel("paged_attention", layout, heads, "float32", variant),
         kernel("kv_carry", layout),
     )
 
@@ -111,5 +112,5 @@ if __name__ == "__main__":
         path = _path(name, tuple(arguments), "so")
         if not path.exists():
             build(path, name, tuple(arguments), *sys.argv[2:])
-    for layout, heads in RIGS:
+    for layout, heads, _ in RIGS:
         attention_shape(layout, heads)

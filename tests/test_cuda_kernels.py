@@ -10,6 +10,7 @@ from kernel_rig import gated, random_rows, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.quantization.storage import STORAGES, pack_codes
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no CUDA device")]
 
@@ -56,12 +57,17 @@ NEEDED = [
     ("gate", 1536, "silu"),
     ("gate", 1536, "gelu_tanh"),
 ]
-RIGS = [(layout, group * layout.num_kv_heads) for layout, group in ATTENTION]
-for _layout, _heads in RIGS:
+#: The same with a window and soft-capping, over float32 rows.
+VARIANT = (layout_of(None, None, heads=2, row_dtype="float32"), 3, AttentionVariant(70, 4.0))
+RIGS = [
+    (layout, group * layout.num_kv_heads, variant)
+    for layout, group, variant in (*((*case, PLAIN) for case in ATTENTION), VARIANT)
+]
+for _layout, _heads, _variant in RIGS:
     NEEDED += [
         ("kv_append", _layout, _heads, _layout.head_dim, _layout.head_dim**-0.5, "float32"),
         ("kv_seal", _layout, _heads),
-        ("paged_attention", _layout, _heads, "float32"),
+        ("paged_attention", _layout, _heads, "float32", _variant),
         ("kv_carry", _layout),
     ]
 
@@ -105,10 +111,12 @@ def test_seal_is_bit_exact(layout):
     assert (untouched == 0xABABABAB).all()
 
 
-@pytest.mark.parametrize(("layout", "group"), ATTENTION, ids=str)
-def test_attention_of_a_ragged_batch(layout, group):
+@pytest.mark.parametrize(
+    ("layout", "group", "variant"), [*((*case, PLAIN) for case in ATTENTION), VARIANT], ids=str
+)
+def test_attention_of_a_ragged_batch(layout, group, variant):
     """A long prompt in chunks, a short one beside it, decode of both; stale pages hold NaN."""
-    rig = CudaCacheRig(layout, group, layer=1)
+    rig = CudaCacheRig(layout, group, layer=1, variant=variant)
     for requests in (
         [("a", 2 * layout.page_size + 22)],
         [("a", 70), ("b", 40)],

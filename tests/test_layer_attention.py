@@ -193,7 +193,7 @@ def test_sinks_reach_the_kernel() -> None:
     assert all(tuple(map(int, value.ty.shape)) == (4,) for value in sinks)
 
 
-def test_cuda_has_variants_for_half_rows_alone() -> None:
+def test_cuda_has_sinks_for_half_rows_alone() -> None:
     kernels = CudaKernels(("sm_90",))
     with pytest.raises(CompileError, match="attention with sinks over float32 rows"):
         kernels.paged_attention(
@@ -242,9 +242,8 @@ def test_what_layers_with_a_window_do_not_read_is_said(
     assert "lie before the windows of the sliding layers, unread" in capsys.readouterr().out
 
 
-def test_variants_have_names_and_words() -> None:
+def test_variants_have_names() -> None:
     assert (
         AttentionVariant().suffix == ""
         and AttentionVariant(70, 0.5, True).suffix == "_window_70_softcap_0_5_sinks"
     )
-    assert AttentionVariant(70, 50.0).describe() == "a window of 70 tokens and soft-capping at 50"

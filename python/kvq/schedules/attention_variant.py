@@ -33,15 +33,6 @@ class AttentionVariant:
         )
         return "".join(parts)
 
-    def describe(self) -> str:
-        """The variant in words."""
-        parts = (
-            f"a window of {self.window} tokens" if self.window is not None else "",
-            f"soft-capping at {self.softcap:g}" if self.softcap is not None else "",
-            "sinks" if self.sinks else "",
-        )
-        return " and ".join(filter(None, parts)) or "nothing special"
-
 
 #: Every key up to the query's, scores as they are.
 PLAIN = AttentionVariant()

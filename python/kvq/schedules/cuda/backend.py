@@ -146,12 +146,12 @@ class CudaKernels:
     ) -> tirx.PrimFunc:
         if layout.row_dtype == "float16":
             return prefill_attention.prefill_attention(layout, num_heads, dtype, variant)
-        if variant != PLAIN:
+        if variant.sinks:
             raise CompileError(
-                f"cuda has no attention with {variant.describe()} over float32 rows: use weights of another "
-                "scheme, such as --quantization q0f16"
+                "cuda has no attention with sinks over float32 rows: use weights of another scheme, such as "
+                "--quantization q0f16"
             )
-        return tile_attention.tile_attention(layout, num_heads, dtype)
+        return tile_attention.tile_attention(layout, num_heads, dtype, variant)
 
     def paged_attention_decode(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN

@@ -3,7 +3,8 @@
 A block has one attention task of one KV head: up to ``M`` query rows, the rows of the task times their group
 of query heads. It goes through the pages in blocks of tokens: keys into shared memory, then scores, weights,
 and the values in the same place, with online softmax. A row's sums run over the same blocks in the same order
-whatever shares its tile, so prefill and decode give the same bits.
+whatever shares its tile, so prefill and decode give the same bits. With a window, a block begins at the page
+that its first row sees first.
 
 The plan never cuts a row's keys into splits here: the scratch and the merges of the contract stay unused.
 """
@@ -14,6 +15,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
 
 from .block import ATTRIBUTES, WARP, add, for_threads, libm, put, reduce_warp, run, sync, when
@@ -41,8 +43,11 @@ def attention_shape(layout: KVLayout, num_heads: int) -> AttentionShape:
 class _Tile:
     """The statements of the kernel, with its static geometry and its shared memory at hand."""
 
-    def __init__(self, layout: KVLayout, num_heads: int, dtype: str, thread) -> None:
+    def __init__(
+        self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant, thread
+    ) -> None:
         self.layout, self.dtype, self.thread = layout, dtype, thread
+        self.variant = variant
         self.group = num_heads // layout.num_kv_heads
         self.dim = layout.head_dim
         self.rows = query_rows(self.dim)
@@ -82,15 +87,25 @@ class _Tile:
         for r in range(count):
             put(self.scores, acc[r], first + r * step, token)
 
-    def softmax(self, block, is_own, seen) -> None:
-        """Scores to weights; ``seen(row)`` tokens of the own page count. A warp has a row, a lane a token."""
+    def softmax(self, block, is_own, seen, hidden) -> None:
+        """Scores to weights. A warp has a row, a lane a token.
+
+        ``seen(row)`` tokens of the own page count, and of any page none of the first ``hidden(row)``.
+        """
 
         def one(row):
             inside = self.lane < self.tokens
             at = T.bind(T.min(self.lane, self.tokens - 1))
-            visible = T.Or(T.Not(is_own), at + block * self.tokens < seen(row))
+            token = T.bind(at + block * self.tokens)
+            visible = T.Or(T.Not(is_own), token < seen(row))
+            if self.variant.window is not None:
+                visible = T.And(visible, token >= hidden(row))
             kept = T.bind(T.And(inside, visible))
-            score = T.bind(T.Select(kept, self.scores[row, at], T.float32(MASKED)))
+            score = self.scores[row, at]
+            if self.variant.softcap is not None:
+                cap = T.float32(self.variant.softcap)
+                score = cap * libm("tanhf", score / cap)
+            score = T.bind(T.Select(kept, score, T.float32(MASKED)))
             before = T.bind(self.peak[row])
             now = T.bind(T.max(before, reduce_warp(T.max, score)))
             weight = T.bind(T.Select(kept, libm("expf", score - now), T.float32(0)))
@@ -160,14 +175,14 @@ class _Tile:
             for i in range(4):
                 put(self.acc, T.float32(0), r, i)
 
-    def attend(self, load, block, is_own, seen) -> None:
+    def attend(self, load, block, is_own, seen, hidden) -> None:
         """Add a block of tokens of a page; ``load(part)`` fills ``buf``."""
         sync()
         load(0)
         sync()
         self.score()
         sync()
-        self.softmax(block, is_own, seen)
+        self.softmax(block, is_own, seen, hidden)
         load(1)
         sync()
         self.accumulate()
@@ -207,13 +222,15 @@ class _Tile:
             when(local < num_rows, write)
 
 
-def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFunc:
+def tile_attention(
+    layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
+) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float32 and not quantized.
 
     Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table,
     plan_counts, attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through),
     and out ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the
-    count have nothing to do.
+    count have nothing to do. The variant has no sinks.
     """
     kv_heads, layers, dim, page = (
         layout.num_kv_heads,
@@ -225,12 +242,16 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
 
     def task(at, head, thread, args):
         q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out = args
-        tile = _Tile(layout, num_heads, dtype, thread)
+        tile = _Tile(layout, num_heads, dtype, variant, thread)
         first_row = T.bind(tasks[at, 0])
         num_rows = T.bind(tasks[at, 1] - first_row)
         start = T.bind(tasks[at, 2])
         own = T.bind(T.cast(tasks[at, 3], "int64"))
         own_page = T.bind(T.shift_right(positions[first_row], page.bit_length() - 1))
+        if variant.window is not None:
+            first_seen = T.max(positions[first_row] - (variant.window - 1), 0)
+            begin = T.bind(T.shift_right(first_seen, page.bit_length() - 1))
+            start, own_page = T.bind(start + begin), T.bind(own_page - begin)
 
         def seen(row):
             local = T.min(T.truncdiv(row, tile.group), num_rows - 1)
@@ -261,7 +282,10 @@ def tile_attention(layout: KVLayout, num_heads: int, dtype: str) -> tirx.PrimFun
                         with T.Else():
                             tile.pages.load(block, lambda i: number(part, i), page)
 
-                tile.attend(load, block, is_own, seen)
+                def hidden(row, index=index):
+                    return (own_page - index) * page + seen(row) - variant.window
+
+                tile.attend(load, block, is_own, seen, hidden)
         tile.finish(out, first_row, num_rows, head)
 
     @T.prim_func(private=True)
