@@ -16,6 +16,7 @@ from kvq.engine.request import Request
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.library import Library, Params
 from kvq.runtime.loaded_model import LoadedModel
+from kvq.runtime.random_params import random_params
 from kvq.runtime.sampler import SamplingParams
 
 CONTEXT, CHUNK = 448, 128
@@ -187,3 +188,22 @@ def test_parents_go_before_their_children(loaded: tuple[Library, Params], solo: 
             tokens.setdefault(index, []).append(piece.token.id)  # type: ignore[union-attr]
         core.check_integrity()
     assert tokens[children[0]] == solo[0][6][1:] and tokens[children[1]] == solo[0][1][1:]
+
+
+def test_weights_can_be_made_up(loaded: tuple[Library, Params]) -> None:
+    """For speed alone: of the library's shapes, with logits that are numbers, and a likeliest token."""
+    library, params = loaded
+    made = random_params(library)
+    assert made.nbytes == params.nbytes
+    limits = {"context_window_size": CONTEXT, "max_batch_size": 1, "prefill_chunk_size": CHUNK}
+    shape = CacheShape.for_limits(library.metadata.layout, **limits)
+    logits = {}
+    for name, weights in (("made", made), ("stored", params)):
+        model = LoadedModel(library, weights, shape, CHUNK)
+        model.cache.add_sequence("a")
+        logits[name] = np.array(model.step([("a", 3)], [1, 2, 3]))
+        assert np.isfinite(logits[name]).all()
+        model.cache.popn("a", 1)
+        found = model.step([("a", 1)], [3], likeliest=True)
+        assert found.dtype == np.int32 and found.tolist() == logits[name].argmax(axis=1).tolist()
+    assert not np.allclose(logits["made"], logits["stored"])
