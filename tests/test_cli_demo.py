@@ -39,18 +39,18 @@ def test_demo_answers_and_shows_what_the_cache_cost(environment: dict[str, str])
 
 
 def test_chat_answers_a_prompt_once(environment: dict[str, str]) -> None:
-    words = ["chat", "smollm2", "--prompt", "What is the capital of France?", "--temperature", "0"]
+    words = ["chat", "smollm2", "--prompt", "What is the capital of Japan?", "--temperature", "0"]
     done = kvq(environment, *words, "--max-tokens", "12")
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+    assert "Tokyo" in done.stdout
     assert kvq(environment, *words, "--max-tokens", "12").stdout == done.stdout
 
 
 def test_chat_in_turns(environment: dict[str, str]) -> None:
-    lines = ["/set temperature=0", "/set max_tokens=10", "What is the capital of France?", "And of Italy?"]
+    lines = ["/set temperature=0", "/set max_tokens=10", "What is the capital of Japan?", "And of Italy?"]
     done = kvq(environment, "chat", "smollm2", stdin="\n".join([*lines, "/stats", "/nothing", "/exit", ""]))
     assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout and "Rome" in done.stdout
+    assert "Tokyo" in done.stdout and "Rome" in done.stdout
     assert "of them from the cache" in done.stdout and "4.31 bits per value" in done.stdout
     assert "error: no command /nothing" in done.stderr
 
