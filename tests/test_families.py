@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from kvq.convert import convert_weight
 from kvq.errors import CheckpointError
-from kvq.loader import open_checkpoint
+from kvq.loader import TensorCache, open_checkpoint
 from kvq.loader.check import check_tensors
+from kvq.loader.hf_config import model_config_from_hf
 from kvq.model.parameters import model_parameters
+from kvq.quantization.scheme import WEIGHT_SCHEMES
+from kvq.quantization.weights import stored_parameters
 from test_golden_logits import TOLERANCE, build, run
 from tiny_families import FAMILY_CASES, TinyFamily, golden
 
@@ -28,13 +32,21 @@ def test_logits(name: str, build_cache: Path, tmp_path: Path) -> None:
         assert np.abs(found - expected["logits"]).max() < TOLERANCE
 
 
-def test_weights_in_four_bits(build_cache: Path, tmp_path: Path) -> None:
-    """Norms of 1 + w and scaled, tied embeddings: the error is that of four bits, not of a mistake."""
-    case, (expected, shapes) = FAMILY_CASES["gemma2"], golden("gemma2")
-    model = build(case.write(tmp_path, shapes), "q4f16_1", "int4", build_cache, context=case.tokens)
-    found = run(model, expected["tokens"], [100, 1, 49])[expected["rows"]]
-    error = np.sqrt(np.square(found - expected["logits"]).mean()) / expected["logits"].std()
-    assert 0.01 < error < 0.3
+@pytest.mark.parametrize("name", FAMILY_CASES)
+def test_conversion(name: str, tmp_path: Path) -> None:
+    """Every weight scheme stores what the library takes; norms and biases are those of the checkpoint."""
+    case, (_, shapes) = FAMILY_CASES[name], golden(name)
+    checkpoint = case.write(tmp_path / "in", shapes)
+    config = model_config_from_hf(case.config(), checkpoint / "config.json")
+    for scheme in ("q4f16_1", "q0f16"):
+        convert_weight(checkpoint, scheme, tmp_path / scheme)
+        stored = TensorCache(tmp_path / scheme)
+        wanted = stored_parameters(config, WEIGHT_SCHEMES[scheme])
+        assert {t.name: (t.shape, t.dtype) for t in wanted} == {n: stored.describe(n) for n in stored.names}
+        norm = stored.read("model.norm.weight")
+        offset = 1 - case.norm_mean  # norms of mean 0 are stored less one
+        expected = case.tensor("model.norm.weight", norm.shape) + np.float32(offset)
+        np.testing.assert_array_equal(norm, expected.astype(np.float16))
 
 
 def check(case: TinyFamily, shapes: dict[str, tuple[int, ...]], directory: Path) -> str | None:

@@ -8,6 +8,7 @@ import pytest
 from kernel_rig import build, relative_error, tensor
 from kvq.compiler.target import cpu_target
 from kvq.errors import CompileError
+from kvq.passes.lower_weights import WeightPlan
 from kvq.schedules.cpu import experts
 from test_kernels_linear import Weight, empty
 
@@ -45,10 +46,11 @@ def test_product(opt: str, shared: bool, storage: str, k: int) -> None:
     rng, n = np.random.default_rng(1), 48
     if storage == "float16":
         values = rng.standard_normal((NUM * n, k)).astype(np.float16)
-        kernels = cpu_target(opt).kernels
-        how = kernels.prepare_matrix(NUM * n, k, storage)
-        prepared = empty(*how.shape, dtype=how.dtype)
-        build(how.build())(tensor(values), prepared)
+        plan = WeightPlan(cpu_target(opt).kernels)
+        plan.add("w.weight", values.shape, storage)
+        (stored,) = plan.tensors
+        prepared = empty(*stored.shape, dtype=stored.dtype)
+        build(plan.prepare[stored.function][0])(tensor(values), prepared)
         tensors, values = [prepared], values.astype(np.float32)
     else:
         weight = Weight(NUM * n, k, storage)
