@@ -60,8 +60,8 @@ def test_errors_of_nvcc_are_one_line(nvcc):
 @pytest.mark.parametrize(
     ("quantization", "kv", "page", "archs"),
     [
-        ("q4f16_1", "int4", 64, (80, 90)),
-        ("q0f32", "none", 64, (90,)),
+        ("q4f16_1", "int4", 64, (90,)),
+        ("q0f32", "none", 64, (80, 90)),
         ("q0f16", "k=int3:v=int8", 128, (80,)),
     ],
 )
