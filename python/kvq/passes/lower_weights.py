@@ -3,11 +3,11 @@
 The module takes all its weights as one tuple. This pass replaces that tuple by the tensors of the weight
 scheme, prepared for the kernels, and
 
-- ``matmul(x, permute_dims(w))`` becomes a product with the stored weight: with activations quantized to int8
-  per group of 32 where the weight is codes, or exact;
+- ``matmul(x, permute_dims(w))`` becomes a product with the stored weight: with activations rounded, to
+  int8 per group of 32 or to fp16, where the backend has such a product, or exact;
 - ``take(w, ids)`` reads rows of the stored weight;
-- a product of each row with its experts' matrices (:mod:`kvq.model.experts`) becomes one with the stored ones,
-  activations exact;
+- a product of each row with its experts' matrices (:mod:`kvq.model.experts`) becomes one with the stored
+  ones, activations exact;
 - a vector (norm, bias) stays float32.
 
 It also adds one ``prepare_*`` function per kind of stored tensor, which the runtime calls once at load, and
@@ -31,7 +31,6 @@ from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
 
 from .cache_geometry import callee_of
-
 from .rounded_product import RoundedProduct
 from .specialize_rows import MOST_ROWS
 

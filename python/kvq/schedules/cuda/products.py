@@ -23,24 +23,23 @@ def product_func(
     Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
     ``weight_fragments.py``, the residual ``float32[n, N]`` if there is one, and out ``float32[n, N]``.
     """
-    with IRBuilder() as builder:
-        with ir.prim_func(is_private=True):
-            ir.func_name("product")
-            names = ["x", *stored_tensors(storage, n_out, k), *(["residual"] if residual else []), "out"]
-            handles = {name: ir.arg(f"{name}_h", ir.handle()) for name in names}
-            ir.func_attr(attributes)
-            n = ir.int64()
-            IRBuilder.name("n", n)
+    with IRBuilder() as builder, ir.prim_func(is_private=True):
+        ir.func_name("product")
+        names = ["x", *stored_tensors(storage, n_out, k), *(["residual"] if residual else []), "out"]
+        handles = {name: ir.arg(f"{name}_h", ir.handle()) for name in names}
+        ir.func_attr(attributes)
+        n = ir.int64()
+        IRBuilder.name("n", n)
 
-            def match(name: str, shape: tuple[Any, ...], dtype: str) -> Any:
-                buffer = ir.match_buffer(handles[name], shape, dtype)
-                IRBuilder.name(name, buffer)
-                return buffer
+        def match(name: str, shape: tuple[Any, ...], dtype: str) -> Any:
+            buffer = ir.match_buffer(handles[name], shape, dtype)
+            IRBuilder.name(name, buffer)
+            return buffer
 
-            x = match("x", (n, k), "float16")
-            weight = [match(name, *what) for name, what in stored_tensors(storage, n_out, k).items()]
-            added = match("residual", (n, n_out), "float32") if residual else None
-            out = match("out", (n, n_out), "float32")
-            ir.device_entry()
-            body(weight, x, added, out, n)
+        x = match("x", (n, k), "float16")
+        weight = [match(name, *what) for name, what in stored_tensors(storage, n_out, k).items()]
+        added = match("residual", (n, n_out), "float32") if residual else None
+        out = match("out", (n, n_out), "float32")
+        ir.device_entry()
+        body(weight, x, added, out, n)
     return builder.get()

@@ -1,9 +1,9 @@
 """The order of a stored weight for tensor cores, and what puts it there or reads rows of it.
 
 A weight is operand A of ``mma.m16n8k16``: 16 outputs by 16 inputs. A *unit* is 16 outputs by 64 inputs; in it
-lane ``4 g + c`` of a warp has the outputs g and g + 8, and of the inputs the sixteen from ``16 c`` on, four in
-each of the unit's four products. So the order of the inputs within a unit is another one than the instruction's,
-and whoever loads operand B follows it: a lane's values of a row of activations are 32 bytes in one piece.
+lane ``4 g + c`` of a warp has the outputs g and g + 8, and of the inputs the sixteen from ``16 c`` on, four
+in each of the unit's four products. So the order of the inputs within a unit is another one than the
+instruction's, and whoever loads operand B follows it: a lane's values of a row are 32 bytes in one piece.
 
 ::
 
