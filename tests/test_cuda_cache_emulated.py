@@ -126,3 +126,17 @@ def test_steps_equal_the_oracle(layout, group, variant):
     for requests in ([("a", page + 9), ("b", 5)], [("b", page - 5), ("a", 1)], [("a", 2 * page), ("b", 3)]):
         out, expected = rig.append(requests)
         assert relative_error(out, expected) <= 3e-3
+
+
+def test_a_row_has_the_same_bits_in_every_tile():
+    """Rows of one page in one task, in several, and beside another sequence's."""
+    layout, group, _ = CASES[0]
+    outputs = []
+    for chunks in ([139], [70, 63, 6]):
+        rig = EmulatedRig(layout, group, threads=1, slots=0, num_pages=12, num_open=2, seed=3, query_gain=4.0)
+        qkv = rig.random_rows(139)
+        rig.cache.add_sequence("a")
+        starts = np.cumsum([0, *chunks])
+        pairs = zip(starts, chunks, strict=False)
+        outputs.append(np.concatenate([rig.step([("a", n)], qkv[at : at + n]) for at, n in pairs]))
+    np.testing.assert_array_equal(outputs[0], outputs[1])

@@ -95,8 +95,10 @@ def test_seal_is_bit_exact(layout):
     opened, workspace = opened.astype(dtype), workspace.astype(dtype)
     pool = tensor(np.full(layout.pool_shape(5), 0xABABABAB, np.uint32))
     tasks = np.array([[1, 3, 5], [4, 0, 2], [0, 1, 0]], np.int32)
+    q = rng.standard_normal((6, 2 * heads, layout.head_dim)).astype(np.float32)
+    q *= np.exp(rng.standard_normal(layout.head_dim))
     kernel("kv_seal", layout, 2 * heads)(
-        tensor(rng.standard_normal((6, 2 * heads, layout.head_dim)).astype(np.float32)),
+        tensor(q),
         tensor(opened.reshape(layout.open_shape(3))),
         tensor(workspace.reshape(layout.workspace_shape(2))),
         tensor(np.array([2, 0, 0, 0], np.int32)),
@@ -105,8 +107,12 @@ def test_seal_is_bit_exact(layout):
         pool,
     )
     found = pool.numpy()
-    for page_id, rows in ((3, opened[1, 1]), (0, workspace[1])):
-        np.testing.assert_array_equal(found[page_id, 1], kv_codec.seal_unit(rows[:, 0], rows[:, 1], layout))
+    for page_id, rows, last in ((3, opened[1, 1], 5), (0, workspace[1], 2)):
+        widths = None
+        if layout.k_bits is not None:
+            widths = kv_codec.key_widths(rows[:, 0], q[last].reshape(heads, 2, -1), layout)
+        expected = kv_codec.seal_unit(rows[:, 0], rows[:, 1], layout, widths)
+        np.testing.assert_array_equal(found[page_id, 1], expected)
     untouched = np.delete(found.reshape(10, -1), [7, 1], axis=0)
     assert (untouched == 0xABABABAB).all()
 
@@ -124,7 +130,8 @@ def test_attention_of_a_ragged_batch(layout, group, variant):
         *[[("a", 1), ("b", 1)]] * 3,
     ):
         out, expected = rig.append(requests)
-        assert relative_error(out, expected) < 1e-5
+        # tensor cores round queries, weights and rows to halves
+        assert relative_error(out, expected) < (1e-5 if layout.row_dtype == "float32" else 3e-3)
 
 
 def test_rows_have_the_same_bits_in_every_chunk():

@@ -140,7 +140,9 @@ class KeyPairs:
             place = T.Select(
                 w != u32(0), wider, T.Select(s != u32(0), narrower + u32(self.half - narrow), middle)
             )
-            places.append((T.bind(place), T.bind(u32(layout.k_bits) + w - s)))
+            # a page that nobody sealed must not lead beyond the places there are
+            place = T.bind(T.min(place, u32(self.half - 1)))
+            places.append((place, T.bind(u32(layout.k_bits) + w - s)))
             wider, narrower = T.bind(wider + w), T.bind(narrower + s)
         return base, places
 

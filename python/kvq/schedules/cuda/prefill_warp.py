@@ -132,7 +132,9 @@ class PrefillWarp:
             for y in range(2):
                 for mask in (1, 2):
                     put(most, T.max(most[y], shuffle_xor(most[y], mask)), y)
-                put(most, T.max(most[y], self.peak[y]), y)
+                # a row decides by itself, whoever shares its warp: so it has the same bits in every tile
+                own = most[y] > self.peak[y] + T.float32(lazy)
+                put(most, T.Select(own, most[y], self.peak[y]), y)
                 exp2(fade, y, self.peak[y] - most[y])
                 put(self.peak, most[y], y)
                 put(self.total, self.total[y] * fade[y], y)
