@@ -74,7 +74,8 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     first: dict[int, float] = {}
     tokens: dict[int, int] = {}
     ended: dict[int, str] = {}
-    most = 0
+    loaded = most = free - driver.memory()[0]
+    at_once = 0
     while core.has_work:
         for index, piece in core.step():
             first.setdefault(index, time.perf_counter() - started)
@@ -82,6 +83,7 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
             if piece.finish_reason:
                 ended[index] = piece.finish_reason
         most = max(most, free - driver.memory()[0])
+        at_once = max(at_once, core.stats().running)
     seconds = time.perf_counter() - started
     stats = core.stats()
     page = meta.layout.page_size
@@ -89,7 +91,8 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "library": path.stem,
         "kv": meta.kv_quantization,
         "requests": args.requests,
-        "at_once": stats.max_running,
+        "at_once": at_once,
+        "most_at_once": stats.max_running,
         "ends": sorted(set(ended.values())),
         "failed": stats.failed,
         "preemptions": stats.preemptions,
@@ -99,9 +102,10 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         "first_token_seconds_last": round(max(first.values()), 2),
         "pool_tokens": shape.num_pages * page,
         "pool_tokens_beside": shape.num_pages * page - stats.peak_pages * page,
-        "open_pages": shape.num_open,
         "plan_bytes": plan.total_bytes,
-        "driver_bytes": most,
+        "activation_bytes": plan.activation_bytes,
+        "driver_bytes_loaded": loaded,
+        "driver_bytes_most": most,
     }
 
 

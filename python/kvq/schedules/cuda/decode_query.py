@@ -159,9 +159,10 @@ class DecodeQuery:
         load_shared(words, 0, 2, self.plain_at, t * self.columns * 32)
         return words[0], words[1]
 
-    def scale(self, header):
-        """Put the queries where the page of ``header`` has its channels, scaled; the factor of scores."""
+    def scale(self, stage):
+        """Bring the queries into the order and scale of the page at ``stage``; gives the factor of scores."""
         n, count = self.pairs.per_lane, self.columns
+        header = self.pairs.load(stage)
         base, places = self.pairs.places(header)
         scales = self.pairs.scales(header, places)
         held = T.alloc_local([count], "uint32")
@@ -181,14 +182,11 @@ class DecodeQuery:
                 store()
         else:
             store()
-        return self.pairs.key_factor(base)
-
-    def collect(self) -> None:
-        """Read what the warp's lanes have put in place."""
         warp_sync()
         for i in range(2 * self.steps):
-            load_shared(self.words, i, 1, self.scaled_at, i * 16 * self.columns)
+            load_shared(self.words, i, 1, self.scaled_at, i * 16 * count)
+        return self.pairs.key_factor(base)
 
     def scaled(self, t: int) -> tuple:
-        """Operand B of stored channels ``16 t ..``, after :meth:`collect`."""
+        """Operand B of stored channels ``16 t ..``, after :meth:`scale`."""
         return self.words[2 * t], self.words[2 * t + 1]

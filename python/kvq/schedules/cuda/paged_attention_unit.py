@@ -108,21 +108,15 @@ class UnitAttention:
         products = T.alloc_local([4 * self.tiles], "float32")
         words = LaneWords(self.k, self.unit, T.bind(stage + T.cast(lane * (4 * self.k.vector), "uint32")), 0)
         tiles = [(tile, t) for tile in range(self.tiles) for t in range(self.steps)]
-        factor = start = None
-        if self.layout.k_bits is None:
-            words.need(tiles)
-        else:  # in this order nothing waits long for what it needs
-            header = query.pairs.load(stage)
-            words.need(tiles)
-            factor = query.scale(header)
-            start = self.minimum_scores(stage, c, query)
-            query.collect()
+        words.need(tiles)
+        quantized = self.layout.k_bits is not None
+        factor = query.scale(stage) if quantized else None
         for t in range(self.steps):
-            b = query.plain(t) if factor is None else query.scaled(t)
+            b = query.scaled(t) if quantized else query.plain(t)
             for tile in range(self.tiles):
                 p = words.pairs(tile, t)
                 mma(products, 4 * tile, (p[0], p[2], p[1], p[3]), b, fresh=t == 0)
-        return products, factor, start
+        return products, factor, self.minimum_scores(stage, c, query) if quantized else None
 
     def softmax(self, products, factor, start, scales, tiles: int, state):
         """Weights of the tokens times their scales, as operand B: two words a tile."""
@@ -179,8 +173,8 @@ class UnitAttention:
         g, c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
         out, zero = state[0], state[1]
         quantized = self.layout.v_bits is not None
-        scales = self.value_scales(stage, g, part) if quantized else None
         products, factor, start = self.scores(stage, lane, c, query)
+        scales = self.value_scales(stage, g, part) if quantized else None
         weights = self.softmax(products, factor, start, scales, self.tiles, state)
         address = T.bind(stage + T.cast(lane * (4 * self.v.vector), "uint32"))
         words = LaneWords(self.v, self.unit, address, self.v_at)
