@@ -79,9 +79,7 @@ class CacheRig:
         self.scratch = self.tensor(
             np.full((max(slots, 1), self.num_heads, layout.head_dim + extra), np.nan, np.float32)
         )
-        self.cache = PagedKVCache(
-            layout, num_pages, num_open, num_workspace, self._copy_open, variant.window
-        )
+        self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self._copy_open, variant.window)
         pages = [self.cache.pool.allocate() for _ in range(num_pages)]
         for page in self.rng.permutation(pages):  # what is given out next lies scattered
             self.cache.pool.release(int(page))

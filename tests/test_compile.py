@@ -62,7 +62,8 @@ def test_library_describes_itself(config_dir, tmp_path):
     assert meta.context_window_size == 300
     assert meta.model == ChatConfig.load(config_dir).model
     assert set(meta.cpu_features) == set(cpu_target().features)
-    assert len(list((tmp_path / "dump").glob("*.py"))) == 6
+    dumped = sorted(path.name.split("_", 1)[1] for path in (tmp_path / "dump").glob("*.py"))
+    assert {"lower_kv_cache.py", "lower_weights.py", "attach_metadata.py"} <= set(dumped)
 
 
 @pytest.mark.parametrize(

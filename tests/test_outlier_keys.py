@@ -78,9 +78,8 @@ def test_scaling_keeps_the_function(tmp_path: Path) -> None:
     new_q_heads, new_k_heads = (x.reshape(-1, 64, x.shape[1]) for x in (new_q, new_k))
     for query, key in ((0, 0), (5, 1)):
         found = np.einsum("di,dj->dij", new_q_heads[query], new_k_heads[key])
-        assert found == pytest.approx(
-            np.einsum("di,dj->dij", q_heads[query], k_heads[key]), rel=1e-5, abs=1e-9
-        )
+        expected = np.einsum("di,dj->dij", q_heads[query], k_heads[key])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-9)
 
 
 def test_outlier_channels_cost_a_model_no_more(tmp_path: Path, build_cache: Path) -> None:
