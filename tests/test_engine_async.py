@@ -96,6 +96,12 @@ def test_two_event_loops(rig: Rig) -> None:
 
 @pytest.mark.parametrize("how", ["close", "cancel", "before it runs"])
 def test_an_abandoned_request_frees_its_pages(rig: Rig, how: str) -> None:
+    def step(requests: Any) -> None:
+        rig.wait(requests)
+        time.sleep(0.005)  # or all tokens are drawn before anybody can go
+
+    rig.model.fail = step
+
     async def main() -> None:
         if how == "before it runs":
             rig.gate.clear()
