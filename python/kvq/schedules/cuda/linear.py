@@ -11,6 +11,8 @@ from functools import partial
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.errors import CompileError
 from kvq.quantization.storage import STORAGES, Storage
@@ -115,7 +117,6 @@ def linear(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
     if k % VECTOR:
         raise CompileError(f"a weight with {k} inputs cannot be compiled for CUDA: no multiple of {VECTOR}")
     columns, kind = -(-n_out // _BLOCK_OUTPUTS), STORAGES[storage]
-    codes_shape, scales_shape = _shapes(kind, n_out, k)
 
     def block(load, x, out, n, column, row, thread):
         tile = T.alloc_shared((ROWS, 2, _CHUNK // 2), "float32", align=128)
@@ -129,66 +130,28 @@ def linear(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
     def row_blocks(n):
         return T.truncdiv(T.cast(n, "int32") + (ROWS - 1), ROWS)
 
-    if kind.bits is not None and kind.offset is None:
-
-        @T.prim_func(private=True)
-        def linear_codes(
-            x_h: T.handle,
-            w: T.Buffer(codes_shape, "uint32"),
-            s: T.Buffer(scales_shape, "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(ATTRIBUTES)
-            n = T.int64()
-            x = T.match_buffer(x_h, (n, k), "float32")
-            out = T.match_buffer(out_h, (n, n_out), "float32")
-            T.device_entry()
-            column, row = T.cta_id([columns, row_blocks(n)])
-            thread = T.thread_id([THREADS])
-            rows = T.cast(n, "int32")
-            block(partial(_load_codes, kind, w, s, None), x, out, rows, column, row, thread)
-
-        return linear_codes
-
-    if kind.bits is not None:
-
-        @T.prim_func(private=True)
-        def linear_offset(
-            x_h: T.handle,
-            w: T.Buffer(codes_shape, "uint32"),
-            s: T.Buffer(scales_shape, "float16"),
-            z: T.Buffer(scales_shape, "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(ATTRIBUTES)
-            n = T.int64()
-            x = T.match_buffer(x_h, (n, k), "float32")
-            out = T.match_buffer(out_h, (n, n_out), "float32")
-            T.device_entry()
-            column, row = T.cta_id([columns, row_blocks(n)])
-            thread = T.thread_id([THREADS])
-            rows = T.cast(n, "int32")
-            block(partial(_load_codes, kind, w, s, z), x, out, rows, column, row, thread)
-
-        return linear_offset
-
-    @T.prim_func(private=True)
-    def linear_float(x_h: T.handle, weight: T.Buffer((n_out, k), storage), out_h: T.handle):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = T.int64()
-        x = T.match_buffer(x_h, (n, k), "float32")
-        out = T.match_buffer(out_h, (n, n_out), "float32")
+        n = IRBuilder.name("n", T.int64())
+        x = builder.arg("x", T.Buffer((n, k), "float32"))
+        load = _load_of(kind, n_out, k, storage)
+        out = builder.arg("out", T.Buffer((n, n_out), "float32"))
         T.device_entry()
         column, row = T.cta_id([columns, row_blocks(n)])
         thread = T.thread_id([THREADS])
-        block(partial(_load_float, weight), x, out, T.cast(n, "int32"), column, row, thread)
+        block(load, x, out, T.cast(n, "int32"), column, row, thread)
+    return script.get()
 
-    return linear_float
 
-
-def _shapes(kind: Storage, n_out: int, k: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Shapes of a weight's codes, and of its scales and offsets."""
-    return (n_out, k * (kind.bits or 0) // 32), (n_out, k // kind.group)
+def _load_of(kind: Storage, n_out: int, k: int, storage: str):
+    """Declare the tensors of a weight as arguments of the kernel; returns what reads a vector of it."""
+    if kind.bits is None:
+        return partial(_load_float, builder.arg("weight", T.Buffer((n_out, k), storage)))
+    groups = (n_out, k // kind.group)
+    codes = builder.arg("w", T.Buffer((n_out, k * kind.bits // 32), "uint32"))
+    scales = builder.arg("s", T.Buffer(groups, "float16"))
+    offsets = builder.arg("z", T.Buffer(groups, "float16")) if kind.offset is not None else None
+    return partial(_load_codes, kind, codes, scales, offsets)
 
 
 def embedding(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
@@ -196,9 +159,7 @@ def embedding(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
 
     Arguments of the kernel: ids ``int32[n]``, the tensors of the weight, out ``float32[n, K]``.
     """
-
     kind = STORAGES[storage]
-    codes_shape, scales_shape = _shapes(kind, n_out, k)
 
     def read_row(load, ids, out, i, thread):
         row = T.bind(T.max(T.min(ids[i], n_out - 1), 0))
@@ -211,59 +172,17 @@ def embedding(n_out: int, k: int, storage: str) -> tirx.PrimFunc:
 
         for_threads(k // VECTOR, thread, THREADS, read)
 
-    if kind.bits is not None and kind.offset is None:
-
-        @T.prim_func(private=True)
-        def embedding_codes(
-            ids_h: T.handle,
-            w: T.Buffer(codes_shape, "uint32"),
-            s: T.Buffer(scales_shape, "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(ATTRIBUTES)
-            n = T.int64()
-            ids = T.match_buffer(ids_h, (n,), "int32")
-            out = T.match_buffer(out_h, (n, k), "float32")
-            T.device_entry()
-            i = T.cta_id([T.cast(n, "int32")])
-            thread = T.thread_id([THREADS])
-            read_row(partial(_load_codes, kind, w, s, None), ids, out, i, thread)
-
-        return embedding_codes
-
-    if kind.bits is not None:
-
-        @T.prim_func(private=True)
-        def embedding_offset(
-            ids_h: T.handle,
-            w: T.Buffer(codes_shape, "uint32"),
-            s: T.Buffer(scales_shape, "float16"),
-            z: T.Buffer(scales_shape, "float16"),
-            out_h: T.handle,
-        ):
-            T.func_attr(ATTRIBUTES)
-            n = T.int64()
-            ids = T.match_buffer(ids_h, (n,), "int32")
-            out = T.match_buffer(out_h, (n, k), "float32")
-            T.device_entry()
-            i = T.cta_id([T.cast(n, "int32")])
-            thread = T.thread_id([THREADS])
-            read_row(partial(_load_codes, kind, w, s, z), ids, out, i, thread)
-
-        return embedding_offset
-
-    @T.prim_func(private=True)
-    def embedding_float(ids_h: T.handle, weight: T.Buffer((n_out, k), storage), out_h: T.handle):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = T.int64()
-        ids = T.match_buffer(ids_h, (n,), "int32")
-        out = T.match_buffer(out_h, (n, k), "float32")
+        n = IRBuilder.name("n", T.int64())
+        ids = builder.arg("ids", T.Buffer((n,), "int32"))
+        load = _load_of(kind, n_out, k, storage)
+        out = builder.arg("out", T.Buffer((n, k), "float32"))
         T.device_entry()
         i = T.cta_id([T.cast(n, "int32")])
         thread = T.thread_id([THREADS])
-        read_row(partial(_load_float, weight), ids, out, i, thread)
-
-    return embedding_float
+        read_row(load, ids, out, i, thread)
+    return script.get()
 
 
 def prepare_vector(n: int, dtype: str) -> tirx.PrimFunc:
