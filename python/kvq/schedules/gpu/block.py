@@ -1,0 +1,88 @@
+"""Vocabulary of the portable kernels: a workgroup's threads, its loops, barriers and reductions.
+
+Kernels are TIRx with explicit launches (:func:`launch`): that is what TVM's code generators of Metal, OpenCL
+and WebGPU take, and kvq's own of SPIR-V. Nothing here needs subgroups; where a target has them
+(:class:`~.limits.GpuLimits`), reductions may use them. Sums run in an order that depends on shapes and limits
+alone.
+
+A barrier must be met by all threads of a workgroup, and WGSL wants to see that: conditions and loop bounds
+around one come from the workgroup's index, scalars and buffers that the kernel only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from tvm.script import tirx as T
+
+#: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
+ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
+
+_ALL_LANES = 0xFFFFFFFF
+
+
+@contextmanager
+def launch(blocks: Sequence, threads: int) -> Iterator[tuple]:
+    """Start a grid of workgroups, inside an ``IRBuilder``: ``with launch([m, n], 128) as (x, y, thread):``.
+
+    Parameters
+    ----------
+    blocks : sequence of int or int32 expressions
+        Up to three extents, x first.
+    threads : int
+        Threads of a workgroup.
+
+    Yields
+    ------
+    tuple
+        The workgroup's index along each extent, then the thread's.
+    """
+    with ExitStack() as stack:
+        tags = [f"blockIdx.{axis}" for axis in "xyz"[: len(blocks)]]
+        extents = [*zip(tags, blocks, strict=True), ("threadIdx.x", threads)]
+        yield tuple(stack.enter_context(T.launch_thread(tag, extent)) for tag, extent in extents)
+
+
+def put(buffer, value, *index):
+    """Store ``value`` at ``index``: the statement that a plain function can emit."""
+    T.buffer_store(buffer, value, list(index))
+
+
+def run(start, lanes):
+    """Index of ``lanes`` consecutive elements from ``start``."""
+    return T.ramp(start, 1, lanes)
+
+
+def when(condition, body):
+    """Emit ``body()`` under a condition."""
+    with T.If(condition), T.Then():
+        body()
+
+
+def sync():
+    """Wait for all threads of the workgroup, and see what they wrote to shared memory."""
+    T.evaluate(T.tvm_storage_sync("shared"))
+
+
+def shared(shape: tuple[int, ...], dtype: str):
+    """Memory of the workgroup."""
+    return T.alloc_buffer(shape, dtype, scope="shared")
+
+
+def local(shape: tuple[int, ...], dtype: str):
+    """Registers of the thread; the indices must be static after unrolling, for the sake of speed."""
+    return T.alloc_buffer(shape, dtype, scope="local")
+
+
+def for_threads(count: int, thread, threads: int, body):
+    """Emit ``body(i)`` for every ``i`` below ``count`` (static), dealt to the workgroup's threads."""
+    if count == threads:
+        body(thread)
+        return
+    with T.serial(-(-count // threads)) as step:
+        i = T.bind(step * threads + thread)
+        if count % threads == 0:
+            body(i)
+        else:
+            when(i < count, lambda: body(i))
