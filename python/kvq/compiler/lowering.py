@@ -24,11 +24,15 @@ MIXED = "kvq_mixed"
 
 
 def relax_pipeline(target: tvm.target.Target) -> Pass:
-    """TVM's default pipeline for CUDA, but reshapes stay what they are: views.
+    """TVM's default pipeline for a GPU, but reshapes stay what they are: views.
 
-    The default makes kernels of them and then recognizes these by their loops, which fails on TIRx.
+    The default makes kernels of them and then recognizes these by their loops, which fails on TIRx. What
+    Relax legalizes is pointwise, or small: no kernel of it needs more than dlight's plainest schedule.
     """
-    from tvm.relax.backend.cuda.pipeline import finalize_passes
+    if target.kind.name == "cuda":
+        from tvm.relax.backend.cuda.pipeline import finalize_passes
+    else:
+        from tvm.relax.backend.gpu_generic.pipeline import finalize_passes
 
     @tvm.transform.module_pass(opt_level=0, name="RelaxPipeline")
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:

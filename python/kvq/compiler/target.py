@@ -20,13 +20,15 @@ from kvq.schedules.backend import Kernels
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.vector import CpuIsa
 
+from .gpu_target import GPU_LIMITS, gpu_target
+
 _AVX2 = ("avx2", "fma", "f16c")
 _VNNI512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
 
 #: CUDA architectures of a library that is compiled where there is no GPU: A100, RTX 40, H100.
 DEFAULT_CUDA_ARCHS = ("sm_80", "sm_89", "sm_90")
 #: Devices that ``--device`` knows.
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", *GPU_LIMITS)
 #: Optimization levels whose products take activations as they are.
 EXACT_LEVELS = ("O0", "O1")
 
@@ -218,13 +220,12 @@ def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTa
     Raises
     ------
     CompileError
-        For a device that this version cannot compile for, or ``--cuda-arch`` without CUDA.
+        For a device that cannot be compiled for here, or ``--cuda-arch`` without CUDA.
     """
     if device not in DEVICES:
-        known = " and ".join(repr(name) for name in DEVICES)
-        raise CompileError(f"--device {device!r} cannot be compiled for: this version has {known}")
+        raise CompileError(f"--device {device!r} cannot be compiled for: use one of {', '.join(DEVICES)}")
     if device == "cuda":
         return cuda_target(cuda_arch, tensor_cores=opt not in EXACT_LEVELS)
     if cuda_arch is not None:
         raise CompileError("--cuda-arch goes with --device cuda")
-    return cpu_target(opt)
+    return gpu_target(device) if device in GPU_LIMITS else cpu_target(opt)
