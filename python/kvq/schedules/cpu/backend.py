@@ -9,6 +9,7 @@ from tvm import tirx
 from kvq.layout import KVLayout
 from kvq.quantization.storage import STORAGES
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
+from kvq.schedules.attention_arguments import SCRATCH_EXTRA
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
 
@@ -75,7 +76,7 @@ class CpuKernels:
             paged_attention.SPLIT_PAGES,
             paged_attention.TILE_ROWS,
             SCRATCH_SLOTS,
-            paged_attention.SCRATCH_EXTRA,
+            SCRATCH_EXTRA,
         )
 
     def prepare_vector(self, n: int, dtype: str) -> Preparation:

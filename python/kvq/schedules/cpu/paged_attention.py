@@ -18,6 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.attention_arguments import attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 from .page_attention import PageAttention
@@ -38,8 +39,6 @@ from .vector import (
 TILE_ROWS = 16
 #: Key pages of a split.
 SPLIT_PAGES = 4
-#: Floats of a scratch slot beyond the head_dim: the maximum and the sum.
-SCRATCH_EXTRA = 8
 
 
 class _Kernel(PageAttention):
@@ -215,37 +214,16 @@ class _Kernel(PageAttention):
 
     def build(self) -> tirx.PrimFunc:
         """The kernel. Which arguments it has depends on the variant, so it is not a script."""
-        layout, dim, heads = self.layout, self.dim, self.num_heads
-
-        def size(name: str):
-            return IRBuilder.name(name, T.int64())
-
-        def buffer(name: str, shape, dtype: str):
-            return builder.arg(name, T.Buffer(shape, dtype))
-
+        layout, heads = self.layout, self.num_heads
         with IRBuilder() as script, builder.prim_func(is_private=True, s_tir=True):
             T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-            n, num_open = size("n"), size("num_open")
-            row_dtype, slot = layout.row_dtype, dim + SCRATCH_EXTRA
-            q = buffer("q", (n, heads, dim), "float32")
-            pool = buffer("pool", layout.pool_shape(size("num_pages")), "uint32")
-            workspace = buffer("kv_workspace", layout.workspace_shape(size("num_workspace")), row_dtype)
-            positions = buffer("positions", (n,), "int32")
-            table = buffer("table", (size("table_size"),), "int32")
-            counts = buffer("counts", (4,), "int32")
-            tasks = buffer("tasks", (size("num_tasks"), 7), "int32")
-            merges = buffer("merges", (size("num_merges"), 3), "int32")
-            sinks = buffer("sinks", (heads,), "float32") if self.variant.sinks else None
-            layer = builder.arg("layer", T.int64())
-            kv_open = buffer("kv_open", layout.open_shape(num_open), row_dtype)
-            scratch = buffer("scratch", (size("num_slots"), heads, slot), "float32")
-            out = buffer("out", (n, heads, dim), self.dtype)
-            rows = (q, pool, kv_open, workspace, num_open, positions, table, tasks)
-            num_tasks, num_merges = counts[2] * layout.num_kv_heads, counts[3] * heads
+            a = attention_arguments(layout, heads, self.dtype, self.variant.sinks)
+            rows = (a.q, a.pool, a.kv_open, a.workspace, a.num_open, a.positions, a.table, a.tasks)
+            num_tasks, num_merges = a.counts[2] * layout.num_kv_heads, a.counts[3] * heads
             with T.parallel(num_tasks) as item:
-                block("attention", num_tasks, item, self.task, (*rows, layer, scratch, sinks, out))
-            with T.If(counts[3] > 0), T.Then(), T.serial(num_merges) as item:
-                block("merge", num_merges, item, self.merge_task, (scratch, merges, sinks, out))
+                block("attention", num_tasks, item, self.task, (*rows, a.layer, a.scratch, a.sinks, a.out))
+            with T.If(a.counts[3] > 0), T.Then(), T.serial(num_merges) as item:
+                block("merge", num_merges, item, self.merge_task, (a.scratch, a.merges, a.sinks, a.out))
         return script.get()
 
 
@@ -263,8 +241,6 @@ def paged_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_workspace, positions,
-    page_table, plan_counts, attention_tasks, merge_tasks, sinks ``float32[Hq]`` (if the variant has them),
-    layer, kv_open, attention_scratch (written in place) and out ``dtype[n, Hq, D]``.
+    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`.
     """
     return _Kernel(layout, num_heads, dtype, isa, variant).build()

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
+from kvq.schedules.attention_arguments import attention_arguments
 
 from .decode_query import DecodeQuery, QueryPlace
 from .mma import (
@@ -35,9 +38,6 @@ from .paged_attention_unit import UnitAttention
 
 #: Query heads of a block: columns of B.
 BLOCK_HEADS = 8
-#: Floats of a scratch slot beyond the head_dim: maximum, sum, and the counter of the row's parts that are
-#: done.
-SCRATCH_EXTRA = 8
 #: Numbers of a task; :mod:`kvq.runtime.decode_plan` says which.
 TASK_FIELDS = 8
 
@@ -224,73 +224,35 @@ def paged_attention_decode(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float16.
 
-    Arguments of the kernel, those of any backend: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool,
-    kv_workspace, positions, page_table, plan_counts, attention_tasks ``int32[.., 8]``, merge_tasks, layer,
-    kv_open, attention_scratch (zeroed once, written in place) and out ``dtype[n, Hq, D]``. The tasks are
-    those of :mod:`kvq.runtime.decode_plan`; workspace, positions and merge tasks are not read.
+    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`, the tasks those of
+    :mod:`kvq.runtime.decode_plan`; workspace, positions and merge tasks are not read. The scratch
+    must have been zeroed once.
     """
     kernel = _Decode(layout, num_heads, dtype, tuning)
-    dim, layers, kv_heads, words = layout.head_dim, layout.num_layers, layout.num_kv_heads, layout.unit_words
-    unit, shared_bytes, threads = layout.values_per_unit, kernel.shared_bytes, kernel.tuning.warps * WARP
+    shared_bytes, threads = kernel.shared_bytes, kernel.tuning.warps * WARP
     attributes = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
     if kernel.tuning.overlap:
         attributes["tirx.kernel_launch_params"] = ["tirx.use_programtic_dependent_launch"]
-
-    @T.prim_func(private=True)
-    def paged_attention_decode(
-        q_h: T.handle,
-        pool_h: T.handle,
-        workspace_h: T.handle,
-        positions_h: T.handle,
-        table_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        merges_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-        scratch_h: T.handle,
-        out_h: T.handle,
-    ):
+    limits = {
+        "tirx.launch_bounds_min_blocks_per_sm": kernel.tuning.blocks_per_sm,
+        "tirx.dyn_smem_bytes": shared_bytes,
+    }
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(attributes)
-        n = T.int64()
-        num_pages = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        table_size = T.int64()
-        num_tasks = T.int64()
-        num_merges = T.int64()
-        num_slots = T.int64()
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, words), "uint32")
-        T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), "float16")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), "float16")
-        T.match_buffer(positions_h, (n,), "int32")
-        table = T.match_buffer(table_h, (table_size,), "int32")
-        tasks = T.match_buffer(tasks_h, (num_tasks, TASK_FIELDS), "int32")
-        T.match_buffer(merges_h, (num_merges, 3), "int32")
-        scratch = T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
-        out = T.match_buffer(out_h, (n, num_heads, dim), dtype)
+        a = attention_arguments(layout, num_heads, dtype, task_fields=TASK_FIELDS)
         T.device_entry()
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": kernel.tuning.blocks_per_sm})
-        block, item = T.cta_id([kv_heads * kernel.parts, T.cast(num_tasks, "int32")])
-        thread = T.thread_id([threads])
-        shared = T.alloc_buffer((shared_bytes,), "uint8", scope="shared.dyn", align=128)
-        T.attr({"tirx.dyn_smem_bytes": shared_bytes})
-        red = T.decl_buffer(
-            (kernel.flag_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn"
-        )
-        flag = T.decl_buffer(
-            (1,), "int32", shared.data, elem_offset=kernel.flag_bytes // 4, scope="shared.dyn"
-        )
-        if item < counts[2]:
-            kernel.task(
-                (q, pool, kv_open, table, tasks, layer, scratch, out),
-                block,
-                item,
-                thread,
-                shared,
-                red,
-                flag,
-            )
+        with T.attr(limits):
+            block, item = T.cta_id([layout.num_kv_heads * kernel.parts, T.cast(a.num_tasks, "int32")])
+            thread = T.thread_id([threads])
+            shared = T.alloc_buffer((shared_bytes,), "uint8", scope="shared.dyn", align=128)
 
-    return paged_attention_decode
+            def place(name: str, words: int, dtype: str, at: int):
+                buffer = T.decl_buffer((words,), dtype, shared.data, elem_offset=at, scope="shared.dyn")
+                return IRBuilder.name(name, buffer)
+
+            flag_word = kernel.flag_bytes // 4
+            red, flag = place("red", flag_word, "float32", 0), place("flag", 1, "int32", flag_word)
+            arguments = (a.q, a.pool, a.kv_open, a.table, a.tasks, a.layer, a.scratch, a.out)
+            with T.If(item < a.counts[2]), T.Then():
+                kernel.task(arguments, block, item, thread, shared, red, flag)
+    return script.get()

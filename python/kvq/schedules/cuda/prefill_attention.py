@@ -20,6 +20,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
+from kvq.schedules.attention_arguments import SCRATCH_EXTRA, TASK_FIELDS, attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
 
@@ -36,9 +37,6 @@ from .mma import (
 from .paged_attention import TASK_FIELDS as DECODE_TASK_FIELDS
 from .prefill_query import PrefillQuery
 from .prefill_warp import ROWS, WARPS, Place, PrefillWarp
-
-#: Floats of a scratch slot beyond the head_dim.
-SCRATCH_EXTRA = 8
 
 
 def attention_shape(layout: KVLayout, num_heads: int) -> AttentionShape:
@@ -172,10 +170,9 @@ def prefill_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float16.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_workspace, positions,
-    page_table, plan_counts, attention_tasks, merge_tasks, sinks ``float32[Hq]`` (if the variant has them),
-    layer, then kv_open and attention_scratch (passed through), and out ``dtype[n, Hq, D]``. One block for
-    each entry of the list of tasks and KV head; those beyond the count have nothing to do.
+    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`; merge_tasks and
+    attention_scratch are not read. One block for each entry of the list of tasks and KV head; those beyond
+    the count have nothing to do.
 
     Parameters
     ----------
@@ -183,33 +180,12 @@ def prefill_attention(
         The tasks are those of :mod:`kvq.runtime.decode_plan`. A row is computed by the block of its first
         part: what a window leaves is not worth cutting.
     """
-    kv_heads, dim = layout.num_kv_heads, layout.head_dim
     kernel = _Task(layout, num_heads, dtype, variant)
-    task_fields = DECODE_TASK_FIELDS if single_rows else 7
-
-    def size(name: str):
-        return IRBuilder.name(name, T.int64())
-
-    def buffer(name: str, shape, dtype: str):
-        return builder.arg(name, T.Buffer(shape, dtype))
-
+    task_fields = DECODE_TASK_FIELDS if single_rows else TASK_FIELDS
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n, num_open = size("n"), size("num_open")
-        q = buffer("q", (n, num_heads, dim), "float32")
-        pool = buffer("pool", layout.pool_shape(size("num_pages")), "uint32")
-        workspace = buffer("kv_workspace", layout.workspace_shape(size("num_workspace")), "float16")
-        positions = buffer("positions", (n,), "int32")
-        table = buffer("table", (size("table_size"),), "int32")
-        counts = buffer("counts", (4,), "int32")
-        num_tasks = size("num_tasks")
-        tasks = buffer("tasks", (num_tasks, task_fields), "int32")
-        buffer("merges", (size("num_merges"), 3), "int32")
-        sinks = buffer("sinks", (num_heads,), "float32") if variant.sinks else None
-        layer = builder.arg("layer", T.int64())
-        kv_open = buffer("kv_open", layout.open_shape(num_open), "float16")
-        buffer("scratch", (size("num_slots"), num_heads, dim + SCRATCH_EXTRA), "float32")
-        out = buffer("out", (n, num_heads, dim), dtype)
+        a = attention_arguments(layout, num_heads, dtype, variant.sinks, task_fields)
+        tasks = a.tasks
         T.device_entry()
         place = kernel.place
         limits = {
@@ -217,18 +193,18 @@ def prefill_attention(
             "tirx.dyn_smem_bytes": place.shared_bytes,
         }
         with T.attr(limits):
-            head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+            head, at = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
             thread = T.thread_id([kernel.threads])
             shared = T.alloc_buffer((place.shared_bytes,), "uint8", scope="shared.dyn", align=128)
-            mine = at < counts[2]
+            mine = at < a.counts[2]
             if single_rows:
-                mine = T.And(mine, tasks[T.min(at, counts[2] - 1), 7] == 0)
+                mine = T.And(mine, tasks[T.min(at, a.counts[2] - 1), 7] == 0)
                 fields = (tasks[at, 0], T.int32(1), tasks[at, 1], tasks[at, 3])
             else:
                 fields = (tasks[at, 0], tasks[at, 1] - tasks[at, 0], tasks[at, 2], tasks[at, 3])
             # a single row stands in its open page
-            rows = (kv_open, None if single_rows else workspace, num_open)
-            arguments = (q, pool, *rows, positions, table, sinks, layer, out)
+            rows = (a.kv_open, None if single_rows else a.workspace, a.num_open)
+            arguments = (a.q, a.pool, *rows, a.positions, a.table, a.sinks, a.layer, a.out)
             with T.If(mine), T.Then():
                 kernel.run(fields, head, thread, shared, arguments)
     return script.get()

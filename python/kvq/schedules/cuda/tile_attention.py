@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.attention_arguments import SCRATCH_EXTRA, attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
 
@@ -25,8 +28,6 @@ from .page_blocks import PageBlocks
 THREADS = 256
 #: Score of a masked key: far below any real one, and finite, so that no NaN can come of it.
 MASKED = -1e30
-#: Floats of a scratch slot beyond the head_dim.
-SCRATCH_EXTRA = 8
 
 
 def query_rows(head_dim: int) -> int:
@@ -227,18 +228,11 @@ def tile_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float32 and not quantized.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_pool, kv_workspace, positions, page_table,
-    plan_counts, attention_tasks, merge_tasks, layer, then kv_open and attention_scratch (passed through),
-    and out ``dtype[n, Hq, D]``. One block for each entry of the list of tasks and KV head; those beyond the
-    count have nothing to do. The variant has no sinks.
+    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`; merge_tasks and
+    attention_scratch are not read. One block for each entry of the list of tasks and KV head; those beyond
+    the count have nothing to do. The variant has no sinks.
     """
-    kv_heads, layers, dim, page = (
-        layout.num_kv_heads,
-        layout.num_layers,
-        layout.head_dim,
-        layout.page_size,
-    )
-    unit = layout.values_per_unit
+    page = layout.page_size
 
     def task(at, head, thread, args):
         q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out = args
@@ -288,49 +282,13 @@ def tile_attention(
                 tile.attend(load, block, is_own, seen, hidden)
         tile.finish(out, first_row, num_rows, head)
 
-    @T.prim_func(private=True)
-    def tile_attention(
-        q_h: T.handle,
-        pool_h: T.handle,
-        workspace_h: T.handle,
-        positions_h: T.handle,
-        table_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        merges_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-        scratch_h: T.handle,
-        out_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = T.int64()
-        num_pages = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        table_size = T.int64()
-        num_tasks = T.int64()
-        num_merges = T.int64()
-        num_slots = T.int64()
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), "float32")
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), "float32")
-        positions = T.match_buffer(positions_h, (n,), "int32")
-        table = T.match_buffer(table_h, (table_size,), "int32")
-        tasks = T.match_buffer(tasks_h, (num_tasks, 7), "int32")
-        T.match_buffer(merges_h, (num_merges, 3), "int32")
-        T.match_buffer(scratch_h, (num_slots, num_heads, dim + SCRATCH_EXTRA), "float32")
-        out = T.match_buffer(out_h, (n, num_heads, dim), dtype)
+        a = attention_arguments(layout, num_heads, dtype)
         T.device_entry()
-        head, at = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        head, at = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
         thread = T.thread_id([THREADS])
-        if at < counts[2]:
-            task(
-                at,
-                head,
-                thread,
-                (q, pool, kv_open, kv_workspace, num_open, positions, table, tasks, layer, out),
-            )
-
-    return tile_attention
+        rows = (a.kv_open, a.workspace, a.num_open, a.positions, a.table, a.tasks)
+        with T.If(at < a.counts[2]), T.Then():
+            task(at, head, thread, (a.q, a.pool, *rows, a.layer, a.out))
+    return script.get()
