@@ -86,3 +86,26 @@ def for_threads(count: int, thread, threads: int, body):
             body(i)
         else:
             when(i < count, lambda: body(i))
+
+
+def add(a, b):
+    """The sum, to reduce with."""
+    return a + b
+
+
+def reduce_lanes(combine, scratch, count: int, thread, lanes: int):
+    """Combine each of ``scratch[count, threads]`` over ``lanes`` neighbouring threads, a power of two.
+
+    The first of the lanes then finds the result in its own place. Begins and ends with a barrier.
+    """
+    sync()
+    lane, half = T.bind(T.bitwise_and(thread, lanes - 1)), lanes // 2
+    while half:
+
+        def fold(half=half):
+            for i in range(count):
+                put(scratch, combine(scratch[i, thread], scratch[i, thread + half]), i, thread)
+
+        when(lane < half, fold)
+        sync()
+        half //= 2

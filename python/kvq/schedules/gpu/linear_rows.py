@@ -1,0 +1,198 @@
+"""Products of a few rows with a weight, the heart of decoding: each weight is read once, and coalesced.
+
+Neighbouring threads (*lanes*) share an output's inputs: at each step a lane takes eight of them, from weights
+in codes a piece of its own, from others every ``lanes``-th, so that the lanes together read one piece of
+memory. The inputs of the rows lie in shared memory in the order in which lanes want them. Partial sums meet
+at the end. The order of a sum depends on K and the limits alone, not on the number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tvm.script import tirx as T
+
+from .block import add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
+from .limits import GpuLimits
+from .stored_weight import VECTOR, StoredWeight
+
+#: Threads of a workgroup, and most lanes of an output.
+THREADS, LANES = 256, 32
+#: Rows of a workgroup where there are several.
+FEW_ROWS = 4
+#: Steps of a chunk of inputs in shared memory, by rows of the workgroup.
+_STEPS = {1: 8, FEW_ROWS: 2}
+#: Lanes that may stand idle in the last step, as a share of all.
+_IDLE = 1 / 8
+#: Words between the lines of a chunk in shared memory: fills then hit different banks.
+_PAD = 4
+#: From how many outputs on a lane makes four of them, not two: enough workgroups fill any GPU.
+_MANY_OUTPUTS = 16384
+
+
+@dataclass(frozen=True)
+class RowsTuning:
+    """How a product of few rows is cut.
+
+    Attributes
+    ----------
+    threads : int
+        Of a workgroup.
+    lanes : int
+        Threads that share an output.
+    outputs : int
+        Outputs of a lane.
+    """
+
+    threads: int
+    lanes: int
+    outputs: int
+
+    @property
+    def block_outputs(self) -> int:
+        """Outputs of a workgroup."""
+        return self.threads // self.lanes * self.outputs
+
+
+def rows_tuning(n_out: int, k: int, limits: GpuLimits) -> RowsTuning:
+    """The tuning for a weight ``[n_out, k]``: as many lanes as its inputs keep busy."""
+    vectors, lanes = k // VECTOR, LANES
+    while lanes > VECTOR and -(-vectors // lanes) * lanes > vectors * (1 + _IDLE):
+        lanes //= 2
+    return RowsTuning(min(THREADS, limits.threads), lanes, 4 if n_out >= _MANY_OUTPUTS else 2)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """A chunk of the rows' inputs in shared memory, ``[rows, steps, 8, lanes]``."""
+
+    tile: Any
+    weight: StoredWeight
+    lanes: int
+    steps: int
+
+    def fill(self, value_of, chunk, rows: int, thread, threads: int) -> None:
+        """Load a chunk; ``value_of(row, input)`` is an input, 0 beyond the last."""
+        width = self.steps * VECTOR * self.lanes
+
+        def load(i):
+            row, source = T.bind(T.truncdiv(i, width)), T.bind(T.truncmod(i, width))
+            step = T.truncdiv(source, VECTOR * self.lanes)
+            if self.weight.kind.bits is None:
+                number, lane = (
+                    T.truncmod(T.truncdiv(source, self.lanes), VECTOR),
+                    T.truncmod(source, self.lanes),
+                )
+            else:
+                number, lane = T.truncmod(source, VECTOR), T.truncmod(T.truncdiv(source, VECTOR), self.lanes)
+            put(self.tile, value_of(row, chunk * width + source), row, step, number, lane)
+
+        for_threads(rows * width, thread, threads, load)
+
+
+def multiply_rows(
+    weight: StoredWeight,
+    tuning: RowsTuning,
+    rows: int,
+    k: int,
+    blocks,
+    first_weight_row,
+    n_out: int,
+    input_of,
+    store,
+) -> None:
+    """Launch the product of ``rows`` rows a workgroup with ``n_out`` rows of a weight.
+
+    Parameters
+    ----------
+    weight : StoredWeight
+        The weight.
+    tuning : RowsTuning
+        How to cut it.
+    rows : int
+        1 or :data:`FEW_ROWS`.
+    k : int
+        Inputs.
+    blocks : int32 expression
+        Workgroups along the rows.
+    first_weight_row : callable
+        Of the workgroup's number along the rows, the weight's row of output 0.
+    n_out : int
+        Outputs.
+    input_of : callable
+        ``(row, column)`` to the input, for a column below K; 0 for a row that is none.
+    store : callable
+        ``(row, output, value)`` emits the statement that stores a result, if the row is one.
+    """
+    threads, lanes, outputs = tuning.threads, tuning.lanes, tuning.outputs
+    all_steps = -(-k // (VECTOR * lanes))
+    steps = min(_STEPS[rows], all_steps)
+    in_codes = weight.kind.bits is not None
+    with launch([-(-n_out // tuning.block_outputs), blocks], threads) as (column, block, thread):
+        lane = T.bind(T.truncmod(thread, lanes))
+        first_output = T.bind((column * (threads // lanes) + T.truncdiv(thread, lanes)) * outputs)
+        first_row, base = T.bind(block * rows), first_weight_row(block)
+        weight_rows = [T.bind(base + T.min(first_output + o, n_out - 1)) for o in range(outputs)]
+        tile = shared((rows, steps, VECTOR, lanes + (_PAD if in_codes else 0)), "float32")
+        inputs = _Inputs(tile, weight, lanes, steps)
+        acc = local((rows * outputs,), "float32")
+        for i in range(rows * outputs):
+            put(acc, T.float32(0), i)
+
+        def value_of(row, source):
+            inside = source < k
+            return T.if_then_else(inside, input_of(first_row + row, source), T.float32(0))
+
+        def multiply(step, absolute) -> None:
+            vectors = []
+            for o in range(outputs):
+                if in_codes:
+                    at = T.min(absolute * lanes + lane, k // VECTOR - 1)
+                    vectors.append(weight.read(weight_rows[o], T.bind(at)))
+                else:
+                    first = T.bind(absolute * (lanes * VECTOR) + lane)
+                    vectors.append(weight.read_apart(weight_rows[o], first, lanes))
+            vectors = [vector.bound() for vector in vectors]
+            for r in range(rows):
+                x = [T.bind(tile[r, step, i, lane]) for i in range(VECTOR)]
+                for o, vector in enumerate(vectors):
+                    at = r * outputs + o
+                    put(acc, _add_product(acc[at], vector, x), at)
+
+        with T.serial(-(-all_steps // steps)) as chunk:
+            sync()
+            inputs.fill(value_of, chunk, rows, thread, threads)
+            sync()
+            left = all_steps - chunk * steps
+            with T.serial(steps if all_steps % steps == 0 else T.min(steps, left)) as step:
+                multiply(step, chunk * steps + step)
+        sums = shared((outputs, threads), "float32")
+        for r in range(rows):
+            for o in range(outputs):
+                put(sums, acc[r * outputs + o], o, thread)
+            reduce_lanes(add, sums, outputs, thread, lanes)
+
+            def finish(r=r):
+                for o in range(outputs):
+                    when(
+                        first_output + o < n_out,
+                        lambda o=o: store(first_row + r, first_output + o, sums[o, thread]),
+                    )
+
+            when(lane == 0, finish)
+
+
+def _add_product(total, vector, x):
+    """``total`` plus the product of eight weights and eight inputs."""
+    product = x[0] * vector.numbers[0]
+    for value, number in zip(x[1:], vector.numbers[1:], strict=True):
+        product = product + value * number
+    if vector.scale is not None:
+        product = product * vector.scale
+    if vector.minimum is not None:
+        inputs = x[0]
+        for value in x[1:]:
+            inputs = inputs + value
+        product = product + inputs * vector.minimum
+    return total + product
