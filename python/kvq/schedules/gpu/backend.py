@@ -64,7 +64,7 @@ class GpuKernels:
         return None
 
     def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
-        from .kv_append import rope_table
+        from .rope_table import rope_table
 
         return rope_table(half, attention_factor, self.limits)
 
