@@ -1,7 +1,6 @@
 // One CUDA block at a time on a CPU: threads are fibers, what a warp does together is a meeting of its lanes.
 // Arrays are heap blocks of their exact sizes, so that AddressSanitizer sees every access beyond them.
 #include <immintrin.h>
-#include <ucontext.h>
 
 #include <cmath>
 #include <cstdint>
@@ -10,6 +9,8 @@
 #include <cstring>
 #include <deque>
 #include <vector>
+
+#include "../fibers.h"
 
 typedef unsigned int uint;
 typedef unsigned char uchar;
@@ -44,27 +45,21 @@ struct Copy {
   const void* from;
 };
 
-struct Thread {
-  ucontext_t context;
-  std::vector<char> stack;
-  std::deque<std::vector<Copy>> copies;  // groups of cp.async; the last one is open
-  bool done;
-};
+using fibers::Meeting;
+using fibers::meet;
 
-struct Meeting {
-  int arrived = 0, generation = 0;
-};
+typedef std::deque<std::vector<Copy>> Copies;  // groups of cp.async of a thread; the last one is open
 
 struct Exchange {
   uint32_t words[32][6];
 };
 
-static ucontext_t scheduler;
-static std::vector<Thread> threads;
+static std::vector<Copies> copies;
 static std::vector<Meeting> warps;
 static std::vector<Exchange> exchanges[2];
 static Meeting block;
-static int current;
+static int block_size;
+static int& current = fibers::current;
 static std::vector<int> turns;
 static uchar* shared;
 static size_t shared_size;
@@ -74,18 +69,6 @@ struct Index {
   int x = 0, y = 0, z = 0;
 };
 static Index block_index;
-
-inline void yield() { swapcontext(&threads[current].context, &scheduler); }
-
-inline void meet(Meeting& m, int count) {
-  int generation = m.generation;
-  if (++m.arrived == count) {
-    m.arrived = 0;
-    m.generation++;
-  } else {
-    while (m.generation == generation) yield();
-  }
-}
 
 // The lanes' words, once all lanes have given theirs. Two exchanges take turns: nobody can be two meetings ahead.
 inline Exchange& exchange(const uint32_t* words, int count) {
@@ -134,14 +117,14 @@ void store(uchar* to, V... values) {
 inline void copy_async(uint32_t to, const void* from) {
   at_shared(to, 16);
   at_global(from, 16);
-  threads[current].copies.back().push_back({to, from});
+  copies[current].back().push_back({to, from});
 }
 
-inline void copy_commit() { threads[current].copies.emplace_back(); }
+inline void copy_commit() { copies[current].emplace_back(); }
 
 // Copies are done as late as they may be, so that a missing wait shows.
 inline void copy_wait(size_t pending) {
-  auto& groups = threads[current].copies;
+  auto& groups = copies[current];
   while (groups.size() > pending + 1) {
     for (const Copy& c : groups.front()) memcpy(at_shared(c.to, 16), c.from, 16);
     groups.pop_front();
@@ -190,40 +173,18 @@ T shuffle(T value, int lane) {
   return value;
 }
 
-inline void run_thread() {
-  kernel();
-  threads[current].done = true;
-  swapcontext(&threads[current].context, &scheduler);
-}
-
 inline void run_block(int count) {
   warps.assign(count / 32, {});
   for (auto& e : exchanges) e.assign(count / 32, {});
   turns.assign(count, 0);
   block = {};
+  copies.assign(count, Copies(1));
   memset(shared, 0xff, shared_size);
-  for (Thread& t : threads) {
-    t.done = false;
-    t.copies.assign(1, {});
-    getcontext(&t.context);
-    t.context.uc_stack.ss_sp = t.stack.data();
-    t.context.uc_stack.ss_size = t.stack.size();
-    t.context.uc_link = nullptr;
-    makecontext(&t.context, run_thread, 0);
-  }
-  for (int left = count; left > 0;) {
-    left = 0;
-    for (current = 0; current < count; current++) {
-      if (threads[current].done) continue;
-      swapcontext(&scheduler, &threads[current].context);
-      left += !threads[current].done;
-    }
-  }
+  fibers::run(count, kernel);
 }
 
 inline void start(int count, size_t bytes, void (*entry)()) {
-  threads.resize(count);
-  for (Thread& t : threads) t.stack.resize(1 << 16);
+  block_size = count;
   shared_size = bytes;
   shared = static_cast<uchar*>(aligned_alloc(128, (bytes + 127) / 128 * 128));
   kernel = entry;
@@ -256,7 +217,7 @@ struct ThreadIndex {
 static ThreadIndex threadIdx;
 #define blockIdx simt::block_index
 
-inline void __syncthreads() { simt::meet(simt::block, int(simt::threads.size())); }
+inline void __syncthreads() { simt::meet(simt::block, simt::block_size); }
 inline void __syncwarp() { simt::meet(simt::warps[simt::current / 32], 32); }
 template <typename T>
 T __shfl_sync(uint, T value, int lane, int) {
