@@ -22,11 +22,11 @@ def embedding(n_out: int, k: int, storage: str, limits: GpuLimits) -> tirx.PrimF
     threads = min(_THREADS, limits.threads)
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         ids = builder.arg("ids", T.Buffer((n,), "int32"))
         weight = declare_weight(n_out, k, storage)
         out = builder.arg("out", T.Buffer((n, k), "float32"))
-        with launch([T.cast(n, "int32")], threads) as (i, thread):
+        with launch([n], threads) as (i, thread):
             row = T.bind(T.max(T.min(ids[i], n_out - 1), 0))
 
             def read(vector):

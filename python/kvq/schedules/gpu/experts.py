@@ -31,12 +31,11 @@ def route_experts(num_experts: int, top_k: int, normalize: bool, limits: GpuLimi
     threads = min(_ROWS, limits.threads)
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         logits = builder.arg("logits", T.Buffer((n, num_experts), "float32"))
         weights = builder.arg("weights", T.Buffer((n, top_k), "float32"))
         experts = builder.arg("experts", T.Buffer((n, top_k), "int32"))
-        rows = T.cast(n, "int32")
-        with launch([T.truncdiv(rows + (threads - 1), threads)], threads) as (block, thread):
+        with launch([T.truncdiv(n + (threads - 1), threads)], threads) as (block, thread):
             row = T.bind(block * threads + thread)
 
             def route():
@@ -46,15 +45,15 @@ def route_experts(num_experts: int, top_k: int, normalize: bool, limits: GpuLimi
                     put(best, T.int32(0), 0)
                     put(highest, T.float32(_CHOSEN), 0)
                     with T.serial(num_experts) as e:
-                        taken = T.bool(False)
+                        better = logits[row, e] > highest[0]
                         for i in range(j):
-                            taken = T.Or(taken, chosen[i] == e)
+                            better = T.And(better, chosen[i] != e)
 
                         def take(e=e):
                             put(highest, logits[row, e], 0)
                             put(best, e, 0)
 
-                        when(T.And(logits[row, e] > highest[0], T.Not(taken)), take)
+                        when(better, take)
                     put(chosen, best[0], j)
                     put(experts, best[0], row, j)
                 # relative to the likeliest expert, so that no exponent is above 0
@@ -69,7 +68,7 @@ def route_experts(num_experts: int, top_k: int, normalize: bool, limits: GpuLimi
                 for j in range(top_k):
                     put(weights, T.exp(logits[row, chosen[j]] - most) / total[0], row, j)
 
-            when(row < rows, route)
+            when(row < n, route)
     return script.get()
 
 
@@ -88,7 +87,7 @@ def expert_linear(
     """
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         x = builder.arg("x", T.Buffer((n, k) if shared else (n, top_k, k), "float32"))
         weight = declare_weight(num_experts * n_out, k, storage)
         experts = builder.arg("experts", T.Buffer((n, top_k), "int32"))
@@ -106,7 +105,7 @@ def expert_linear(
             rows_tuning(n_out, k, limits),
             1,
             k,
-            T.cast(n, "int32") * top_k,
+            n * top_k,
             lambda number: T.bind(experts[slot(number)] * n_out),
             n_out,
             input_of,

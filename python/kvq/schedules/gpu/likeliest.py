@@ -26,10 +26,10 @@ def likeliest(vocab: int, drawable: int, limits: GpuLimits) -> tirx.PrimFunc:
     threads = min(_THREADS, limits.threads)
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         logits = builder.arg("logits", T.Buffer((n, vocab), "float32"))
         out = builder.arg("out", T.Buffer((n,), "int32"))
-        with launch([T.cast(n, "int32")], threads) as (row, thread):
+        with launch([n], threads) as (row, thread):
             best, at = local((1,), "float32"), local((2,), "int32")  # the id, and whether one is not finite
             values, places = shared((threads,), "float32"), shared((2, threads), "int32")
             put(best, T.float32(-3.4028234663852886e38), 0)

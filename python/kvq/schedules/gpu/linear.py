@@ -30,32 +30,29 @@ def linear(n_out: int, k: int, storage: str, limits: GpuLimits) -> tirx.PrimFunc
     tuning = rows_tuning(n_out, k, limits)
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         x = builder.arg("x", T.Buffer((n, k), "float32"))
         weight = declare_weight(n_out, k, storage)
         out = builder.arg("out", T.Buffer((n, n_out), "float32"))
-        rows = T.cast(n, "int32")
 
         def few(count: int) -> None:
             def input_of(row, column):
-                return (
-                    x[row, column] if count == 1 else T.if_then_else(row < rows, x[row, column], T.float32(0))
-                )
+                return x[row, column] if count == 1 else T.if_then_else(row < n, x[row, column], T.float32(0))
 
             def store(row, output, value):
-                when(row < rows, lambda: put(out, value, row, output))
+                when(row < n, lambda: put(out, value, row, output))
 
-            blocks = T.truncdiv(rows + (count - 1), count)
+            blocks = T.truncdiv(n + (count - 1), count)
             multiply_rows(weight, tuning, count, k, blocks, lambda _: 0, n_out, input_of, store)
 
-        with T.If(rows == 1):
+        with T.If(n == 1):
             with T.Then():
                 few(1)
-            with T.Else(), T.If(rows < _TILES_FROM):
+            with T.Else(), T.If(n < _TILES_FROM):
                 with T.Then():
                     few(FEW_ROWS)
                 with T.Else():
-                    multiply_tiles(weight, x, out, rows, k, n_out)
+                    multiply_tiles(weight, x, out, n, k, n_out)
     return script.get()
 
 

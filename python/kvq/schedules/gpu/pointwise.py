@@ -13,6 +13,8 @@ from .block import ATTRIBUTES, add, for_threads, launch, local, put, reduce_lane
 from .limits import GpuLimits
 
 _THREADS = 256
+#: ``exp`` of it is a large float32, its inverse as good as 0.
+_MOST_EXPONENT = 88.0
 
 
 def rms_norm(dim: int, eps: float, limits: GpuLimits) -> tirx.PrimFunc:
@@ -25,11 +27,11 @@ def rms_norm(dim: int, eps: float, limits: GpuLimits) -> tirx.PrimFunc:
         threads //= 2
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         x = builder.arg("x", T.Buffer((n, dim), "float32"))
         weight = builder.arg("weight", T.Buffer((dim,), "float32"))
         out = builder.arg("out", T.Buffer((n, dim), "float32"))
-        with launch([T.cast(n, "int32")], threads) as (row, thread):
+        with launch([n], threads) as (row, thread):
             squares = local((1,), "float32")
             sums = shared((1, threads), "float32")
             put(squares, T.float32(0), 0)
@@ -54,10 +56,10 @@ def gate(dim: int, activation: str, limits: GpuLimits) -> tirx.PrimFunc:
     threads = _threads(limits)
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = IRBuilder.name("n", T.int64())
+        n = IRBuilder.name("n", T.int32())
         x = builder.arg("x", T.Buffer((n, 2 * dim), "float32"))
         out = builder.arg("out", T.Buffer((n, dim), "float32"))
-        with launch([-(-dim // threads), T.cast(n, "int32")], threads) as (piece, row, thread):
+        with launch([-(-dim // threads), n], threads) as (piece, row, thread):
             i = T.bind(piece * threads + thread)
 
             def gate_one():
@@ -65,8 +67,9 @@ def gate(dim: int, activation: str, limits: GpuLimits) -> tirx.PrimFunc:
                 s = value
                 if activation == "gelu_tanh":
                     s = value * T.float32(GELU_SCALE) * (T.float32(1) + T.float32(GELU_CUBIC) * value * value)
-                # where the exponential overflows the quotient is 0, as it should be
-                sigmoid = T.float32(1) / (T.float32(1) + T.exp(T.float32(0) - s))
+                # an exponential that overflows is undefined where a compiler assumes finite numbers
+                exponent = T.min(T.float32(0) - s, T.float32(_MOST_EXPONENT))
+                sigmoid = T.float32(1) / (T.float32(1) + T.exp(exponent))
                 put(out, value * sigmoid * x[row, dim + i], row, i)
 
             when(i < dim, gate_one)
