@@ -34,7 +34,7 @@ from kvq.passes.lower_weights import LowerWeights, WeightPlan
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
-from kvq.schedules.attention_arguments import SCRATCH_EXTRA
+from kvq.schedules.cache_arguments import SCRATCH_EXTRA
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
 from kvq.schedules.cpu.vector import CpuIsa

@@ -9,9 +9,9 @@ from tvm import tirx
 from kvq.layout import KVLayout
 from kvq.quantization.storage import STORAGES
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
-from kvq.schedules.attention_arguments import SCRATCH_EXTRA
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
+from kvq.schedules.cache_arguments import SCRATCH_EXTRA
 
 from . import (
     activations,

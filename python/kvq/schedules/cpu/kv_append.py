@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.cache_arguments import append_arguments
 
 from .row_ops import clean_row, hadamard_inplace, load_rotated, load_row, vector_lanes
 from .vector import CpuIsa, for_rows, put, run, splat
@@ -21,15 +24,10 @@ def kv_append(
 ) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: qkv ``dtype[n, Hq + 2 H, D]``, rope ``float32[n, rotary_dim]``, append_slots
-    ``int32[n]``, layer, then kv_open, kv_workspace and kv_faults (written in place), and q
-    ``float32[n, Hq, D]``.
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.append_arguments`.
     """
     kv_heads, dim, page = layout.num_kv_heads, layout.head_dim, layout.page_size
-    layers, row_dtype, unit = layout.num_layers, layout.row_dtype, layout.values_per_unit
-    total_heads = num_heads + 2 * kv_heads
-    lanes = vector_lanes(dim, isa.lanes)
-    rotary = max(rotary_dim, 2)  # a table is passed even where no position is encoded
+    row_dtype, lanes = layout.row_dtype, vector_lanes(dim, isa.lanes)
 
     def store(kv_open, kv_workspace, num_open, slot, layer, head, part, h):
         at = T.bind(T.cast(T.shift_right(slot, T.int32(page.bit_length() - 1)), "int64"))
@@ -69,32 +67,12 @@ def kv_append(
             with T.serial(lanes) as j:
                 put(faults, faults[i, part] + count[part, j], i, part)
 
-    @T.prim_func(s_tir=True, private=True)
-    def kv_append(
-        qkv_h: T.handle,
-        rope_h: T.handle,
-        slots_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-        workspace_h: T.handle,
-        faults_h: T.handle,
-        q_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True, s_tir=True):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        n = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        fault_rows = T.int64()
-        qkv = T.match_buffer(qkv_h, (n, total_heads, dim), dtype)
-        rope = T.match_buffer(rope_h, (n, rotary), "float32")
-        slots = T.match_buffer(slots_h, (n,), "int32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), row_dtype)
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
-        faults = T.match_buffer(faults_h, (fault_rows, 2), "int32")
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        for_rows(n, append_row, qkv, rope, slots, layer, kv_open, kv_workspace, num_open, faults, q)
-
-    return kv_append
+        a = append_arguments(layout, num_heads, rotary_dim, dtype)
+        rows = (a.kv_open, a.workspace, a.num_open)
+        for_rows(a.n, append_row, a.qkv, a.rope, a.slots, a.layer, *rows, a.faults, a.q)
+    return script.get()
 
 
 def rope_table(half: int, attention_factor: float) -> tirx.PrimFunc:

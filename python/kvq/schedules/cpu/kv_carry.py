@@ -4,47 +4,34 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.cache_arguments import carry_arguments
 
-from .vector import CpuIsa, run
+from .vector import CpuIsa, put, run
 
 
 def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (page
-    of the workspace, counted from 0; open page), layer, and kv_open (written in place).
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.carry_arguments`.
     """
-    kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
+    lanes, unit = isa.lanes, layout.values_per_unit
 
-    @T.prim_func(s_tir=True, private=True)
-    def kv_carry(
-        workspace_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-    ):
+    def carry(task, kv_workspace, tasks, layer, kv_open):
+        source, target = (T.bind(T.cast(tasks[task, i], "int64")) for i in range(2))
+        with T.serial(layout.num_kv_heads) as head, T.serial(2) as part, T.serial(unit // lanes) as j:
+            at = run(j * lanes, lanes)
+            put(kv_open, kv_workspace[source, head, part, at], target, layer, head, part, at)
+
+    with IRBuilder() as script, builder.prim_func(is_private=True, s_tir=True):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        num_open = T.int64()
-        num_workspace = T.int64()
-        num_tasks = T.int64()
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
-        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
-        for task in T.serial(counts[1]):
-            for head in T.serial(kv_heads):
-                for part in T.serial(2):
-                    for j in T.serial(unit // isa.lanes):
-                        with T.sblock("carry"):
-                            vt, vh, vp, vj = T.axis.remap("SSSS", [task, head, part, j])
-                            T.reads()
-                            T.writes()
-                            source: T.let = T.cast(tasks[vt, 0], "int64")
-                            target: T.let = T.cast(tasks[vt, 1], "int64")
-                            kv_open[target, layer, vh, vp, run(vj * isa.lanes, isa.lanes)] = kv_workspace[
-                                source, vh, vp, run(vj * isa.lanes, isa.lanes)
-                            ]
-
-    return kv_carry
+        a = carry_arguments(layout)
+        with T.serial(a.counts[1]) as task, T.sblock("carry"):
+            index = T.axis.spatial(a.counts[1], task)
+            T.reads()
+            T.writes()
+            carry(index, a.workspace, a.tasks, a.layer, a.kv_open)
+    return script.get()

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.schedules.cache_arguments import seal_arguments
 
 from .key_widths import KeyWidths
 from .row_ops import vector_lanes
@@ -191,11 +194,9 @@ def _copy_raw(pool, unit, source, start, offset: int, layout: KVLayout, isa: Cpu
 def kv_seal(layout: KVLayout, num_heads: int, isa: CpuIsa) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]`` as ``kv_append`` left it, kv_open, kv_workspace,
-    plan_counts ``int32[4]``, seal_tasks ``int32[., 3]`` (row page, pool page, row of the page's last token),
-    layer, and kv_pool (written in place).
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.seal_arguments`.
     """
-    kv_heads, layers = layout.num_kv_heads, layout.num_layers
+    kv_heads = layout.num_kv_heads
     classes = KeyWidths(layout, num_heads)
     k_lanes = isa.lanes
     v_lanes = vector_lanes(layout.head_dim, isa.lanes)
@@ -235,37 +236,13 @@ def kv_seal(layout: KVLayout, num_heads: int, isa: CpuIsa) -> tirx.PrimFunc:
         if layout.v_bits is not None:
             _seal_values(pool, unit, x, header, layout, v_lanes, red)
 
-    @T.prim_func(s_tir=True, private=True)
-    def kv_seal(
-        q_h: T.handle,
-        open_h: T.handle,
-        workspace_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        layer: T.int64,
-        pool_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True, s_tir=True):
         T.func_attr({"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True})
-        num_pages = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        num_tasks = T.int64()
-        n = T.int64()
-        q = T.match_buffer(q_h, (n, num_heads, layout.head_dim), "float32")
-        kv_open = T.match_buffer(
-            open_h, (num_open, layers, kv_heads, 2, layout.values_per_unit), layout.row_dtype
-        )
-        kv_workspace = T.match_buffer(
-            workspace_h, (num_workspace, kv_heads, 2, layout.values_per_unit), layout.row_dtype
-        )
-        tasks = T.match_buffer(tasks_h, (num_tasks, 3), "int32")
-        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
-        if counts[0] > 0:
-            for task in T.parallel(counts[0] * kv_heads):
-                with T.sblock("seal"):
-                    vt = T.axis.spatial(counts[0] * kv_heads, task)
-                    T.reads()
-                    T.writes()
-                    seal_head(vt, q, kv_open, kv_workspace, num_open, tasks, layer, pool)
-
-    return kv_seal
+        a = seal_arguments(layout, num_heads)
+        count = a.counts[0] * kv_heads
+        with T.If(a.counts[0] > 0), T.Then(), T.parallel(count) as task, T.sblock("seal"):
+            index = T.axis.spatial(count, task)
+            T.reads()
+            T.writes()
+            seal_head(index, a.q, a.kv_open, a.workspace, a.num_open, a.tasks, a.layer, a.pool)
+    return script.get()

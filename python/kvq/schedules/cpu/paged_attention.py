@@ -18,8 +18,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
-from kvq.schedules.attention_arguments import attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
+from kvq.schedules.cache_arguments import attention_arguments
 
 from .page_attention import PageAttention
 from .row_ops import hadamard_inplace
@@ -241,6 +241,6 @@ def paged_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`.
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.attention_arguments`.
     """
     return _Kernel(layout, num_heads, dtype, isa, variant).build()

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.cache_arguments import append_arguments
 
 from .block import ATTRIBUTES, WARP, add, libm, put, reduce_warp, when
 
@@ -122,14 +125,10 @@ def kv_append(
 ) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: qkv ``dtype[n, Hq + 2 H, D]``, rope ``float32[n, rotary_dim]``, append_slots
-    ``int32[n]``, layer, then kv_open, kv_workspace and kv_faults (written in place), and q
-    ``float32[n, Hq, D]``.
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.append_arguments`.
     """
     kv_heads, dim, page = layout.num_kv_heads, layout.head_dim, layout.page_size
-    layers, row_dtype, unit = layout.num_layers, layout.row_dtype, layout.values_per_unit
-    total_heads = num_heads + 2 * kv_heads
-    rotary = max(rotary_dim, 2)  # a table is passed even where no position is encoded
+    row_dtype, total_heads = layout.row_dtype, num_heads + 2 * kv_heads
 
     def append_head(row, head, lane, qkv, rope, slots, layer, kv_open, kv_workspace, num_open, faults, q):
         line = WarpRow(dim, lane)
@@ -169,48 +168,16 @@ def kv_append(
         when(T.And(head >= num_heads, head < num_heads + kv_heads), key)
         when(T.And(head >= num_heads + kv_heads, head < total_heads), value)
 
-    @T.prim_func(private=True)
-    def kv_append(
-        qkv_h: T.handle,
-        rope_h: T.handle,
-        slots_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-        workspace_h: T.handle,
-        faults_h: T.handle,
-        q_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        n = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        fault_rows = T.int64()
-        qkv = T.match_buffer(qkv_h, (n, total_heads, dim), dtype)
-        rope = T.match_buffer(rope_h, (n, rotary), "float32")
-        slots = T.match_buffer(slots_h, (n,), "int32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), row_dtype)
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), row_dtype)
-        faults = T.match_buffer(faults_h, (fault_rows, 2), "int32")
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
+        a = append_arguments(layout, num_heads, rotary_dim, dtype)
         T.device_entry()
-        group, row = T.cta_id([-(-total_heads // WARPS), T.cast(n, "int32")])
+        group, row = T.cta_id([-(-total_heads // WARPS), T.cast(a.n, "int32")])
         thread = T.thread_id([WARPS * WARP])
-        append_head(
-            row,
-            T.bind(group * WARPS + T.shift_right(thread, 5)),
-            T.bind(T.bitwise_and(thread, WARP - 1)),
-            qkv,
-            rope,
-            slots,
-            layer,
-            kv_open,
-            kv_workspace,
-            num_open,
-            faults,
-            q,
-        )
-
-    return kv_append
+        head, lane = T.bind(group * WARPS + T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
+        rows = (a.kv_open, a.workspace, a.num_open)
+        append_head(row, head, lane, a.qkv, a.rope, a.slots, a.layer, *rows, a.faults, a.q)
+    return script.get()
 
 
 def rope_table(half: int, attention_factor: float) -> tirx.PrimFunc:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.cache_arguments import carry_arguments
 
 from .block import ATTRIBUTES, for_threads, put
 
@@ -15,10 +18,9 @@ THREADS = 256
 def kv_carry(layout: KVLayout) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: kv_workspace, plan_counts ``int32[4]``, carry_tasks ``int32[., 2]`` (page
-    of the workspace, counted from 0; open page), layer, and kv_open (written in place).
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.carry_arguments`.
     """
-    kv_heads, layers, unit = layout.num_kv_heads, layout.num_layers, layout.values_per_unit
+    unit = layout.values_per_unit
     lanes = 8 if layout.row_dtype == "float16" else 4
 
     def carry(task, head, thread, kv_workspace, tasks, layer, kv_open):
@@ -32,25 +34,12 @@ def kv_carry(layout: KVLayout) -> tirx.PrimFunc:
 
             for_threads(unit // lanes, thread, THREADS, copy)
 
-    @T.prim_func(private=True)
-    def kv_carry(
-        workspace_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        layer: T.int64,
-        open_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        num_open = T.int64()
-        num_workspace = T.int64()
-        num_tasks = T.int64()
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
-        tasks = T.match_buffer(tasks_h, (num_tasks, 2), "int32")
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
+        a = carry_arguments(layout)
         T.device_entry()
-        head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        head, task = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
         thread = T.thread_id([THREADS])
-        if task < counts[1]:
-            carry(task, head, thread, kv_workspace, tasks, layer, kv_open)
-
-    return kv_carry
+        with T.If(task < a.counts[1]), T.Then():
+            carry(task, head, thread, a.workspace, a.tasks, a.layer, a.kv_open)
+    return script.get()

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.schedules.cache_arguments import seal_arguments
 
 from . import page_codes
 from .block import ATTRIBUTES, WARP, for_threads, positive_zero, put, reduce_block, reduce_warp, sync, when
@@ -272,18 +275,10 @@ def _rows(layout: KVLayout, thread, source, kv_open, kv_workspace, num_open, lay
 def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: q ``float32[n, Hq, D]``, kv_open, kv_workspace, plan_counts ``int32[4]``,
-    seal_tasks ``int32[., 3]`` (row page, pool page, row of the page's last token), layer, and kv_pool
-    (written in place). One block for each entry of the list and head; those beyond the count have nothing
-    to do.
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.seal_arguments`. One block for each entry of
+    the list and head; those beyond the count have nothing to do.
     """
-    kv_heads, layers, dim, page = (
-        layout.num_kv_heads,
-        layout.num_layers,
-        layout.head_dim,
-        layout.page_size,
-    )
-    unit = layout.values_per_unit
+    dim, page = layout.head_dim, layout.page_size
 
     def seal(task, head, thread, q, kv_open, kv_workspace, num_open, tasks, layer, pool):
         source = T.bind(T.cast(tasks[task, 0], "int64"))
@@ -328,31 +323,12 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
                 lambda w: write(layout.k_header_offset + w, _header_word(layout, header, w)),
             )
 
-    @T.prim_func(private=True)
-    def kv_seal(
-        q_h: T.handle,
-        open_h: T.handle,
-        workspace_h: T.handle,
-        counts: T.Buffer((4,), "int32"),
-        tasks_h: T.handle,
-        layer: T.int64,
-        pool_h: T.handle,
-    ):
+    with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        num_pages = T.int64()
-        num_open = T.int64()
-        num_workspace = T.int64()
-        num_tasks = T.int64()
-        kv_open = T.match_buffer(open_h, (num_open, layers, kv_heads, 2, unit), layout.row_dtype)
-        kv_workspace = T.match_buffer(workspace_h, (num_workspace, kv_heads, 2, unit), layout.row_dtype)
-        tasks = T.match_buffer(tasks_h, (num_tasks, 3), "int32")
-        n = T.int64()
-        q = T.match_buffer(q_h, (n, num_heads, dim), "float32")
-        pool = T.match_buffer(pool_h, (num_pages, layers, kv_heads, layout.unit_words), "uint32")
+        a = seal_arguments(layout, num_heads)
         T.device_entry()
-        head, task = T.cta_id([kv_heads, T.cast(num_tasks, "int32")])
+        head, task = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
         thread = T.thread_id([THREADS])
-        if task < counts[0]:
-            seal(task, head, thread, q, kv_open, kv_workspace, num_open, tasks, layer, pool)
-
-    return kv_seal
+        with T.If(task < a.counts[0]), T.Then():
+            seal(task, head, thread, a.q, a.kv_open, a.workspace, a.num_open, a.tasks, a.layer, a.pool)
+    return script.get()

@@ -18,7 +18,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
-from kvq.schedules.attention_arguments import attention_arguments
+from kvq.schedules.cache_arguments import attention_arguments
 
 from .decode_query import DecodeQuery, QueryPlace
 from .mma import (
@@ -224,7 +224,7 @@ def paged_attention_decode(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float16.
 
-    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`, the tasks those of
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.attention_arguments`, the tasks those of
     :mod:`kvq.runtime.decode_plan`; workspace, positions and merge tasks are not read. The scratch
     must have been zeroed once.
     """

@@ -20,9 +20,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
-from kvq.schedules.attention_arguments import SCRATCH_EXTRA, TASK_FIELDS, attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
+from kvq.schedules.cache_arguments import SCRATCH_EXTRA, TASK_FIELDS, attention_arguments
 
 from .block import ATTRIBUTES, for_threads
 from .mma import (
@@ -170,7 +170,7 @@ def prefill_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float16.
 
-    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`; merge_tasks and
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.attention_arguments`; merge_tasks and
     attention_scratch are not read. One block for each entry of the list of tasks and KV head; those beyond
     the count have nothing to do.
 

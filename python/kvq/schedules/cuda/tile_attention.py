@@ -17,9 +17,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
-from kvq.schedules.attention_arguments import SCRATCH_EXTRA, attention_arguments
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
+from kvq.schedules.cache_arguments import SCRATCH_EXTRA, attention_arguments
 
 from .block import ATTRIBUTES, WARP, add, for_threads, libm, put, reduce_warp, run, sync, when
 from .kv_append import WarpRow
@@ -228,7 +228,7 @@ def tile_attention(
 ) -> tirx.PrimFunc:
     """Build the kernel; ``layout`` is in the order ``fragments``, its rows in float32 and not quantized.
 
-    Arguments of the kernel: :func:`kvq.schedules.attention_arguments.attention_arguments`; merge_tasks and
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.attention_arguments`; merge_tasks and
     attention_scratch are not read. One block for each entry of the list of tasks and KV head; those beyond
     the count have nothing to do. The variant has no sinks.
     """
