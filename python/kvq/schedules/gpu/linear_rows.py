@@ -9,7 +9,7 @@ at the end. The order of a sum depends on K and the limits alone, not on the num
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from tvm.script import tirx as T
 
@@ -23,6 +23,8 @@ THREADS, LANES = 256, 32
 FEW_ROWS = 4
 #: Steps of a chunk of inputs in shared memory, by rows of the workgroup.
 _STEPS = {1: 8, FEW_ROWS: 2}
+#: Steps whose weights are read before those of the first are used.
+_AHEAD = {1: 4, FEW_ROWS: 2}
 #: Lanes that may stand idle in the last step, as a share of all.
 _IDLE = 1 / 8
 #: Words between the lines of a chunk in shared memory: fills then hit different banks.
@@ -63,34 +65,6 @@ def rows_tuning(n_out: int, k: int, limits: GpuLimits) -> RowsTuning:
     return RowsTuning(min(THREADS, limits.threads), lanes, 4 if n_out >= _MANY_OUTPUTS else 2)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """A chunk of the rows' inputs in shared memory, ``[rows, steps, 8, lanes]``."""
-
-    tile: Any
-    weight: StoredWeight
-    lanes: int
-    steps: int
-
-    def fill(self, value_of, chunk, rows: int, thread, threads: int) -> None:
-        """Load a chunk; ``value_of(row, input)`` is an input, 0 beyond the last."""
-        width = self.steps * VECTOR * self.lanes
-
-        def load(i):
-            row, source = T.bind(T.truncdiv(i, width)), T.bind(T.truncmod(i, width))
-            step = T.truncdiv(source, VECTOR * self.lanes)
-            if self.weight.kind.bits is None:
-                number, lane = (
-                    T.truncmod(T.truncdiv(source, self.lanes), VECTOR),
-                    T.truncmod(source, self.lanes),
-                )
-            else:
-                number, lane = T.truncmod(source, VECTOR), T.truncmod(T.truncdiv(source, VECTOR), self.lanes)
-            put(self.tile, value_of(row, chunk * width + source), row, step, number, lane)
-
-        for_threads(rows * width, thread, threads, load)
-
-
 def multiply_rows(
     weight: StoredWeight,
     tuning: RowsTuning,
@@ -127,7 +101,7 @@ def multiply_rows(
     """
     threads, lanes, outputs = tuning.threads, tuning.lanes, tuning.outputs
     all_steps = -(-k // (VECTOR * lanes))
-    steps = min(_STEPS[rows], all_steps)
+    steps, ahead = min(_STEPS[rows], all_steps), _AHEAD[rows]
     in_codes = weight.kind.bits is not None
     with launch([-(-n_out // tuning.block_outputs), blocks], threads) as (column, block, thread):
         lane = T.bind(T.truncmod(thread, lanes))
@@ -135,38 +109,59 @@ def multiply_rows(
         first_row, base = T.bind(block * rows), first_weight_row(block)
         weight_rows = [T.bind(base + T.min(first_output + o, n_out - 1)) for o in range(outputs)]
         tile = shared((rows, steps, VECTOR, lanes + (_PAD if in_codes else 0)), "float32")
-        inputs = _Inputs(tile, weight, lanes, steps)
         acc = local((rows * outputs,), "float32")
         for i in range(rows * outputs):
             put(acc, T.float32(0), i)
 
-        def value_of(row, source):
-            inside = source < k
-            return T.if_then_else(inside, input_of(first_row + row, source), T.float32(0))
+        def fill(first_step, count: int) -> None:
+            """The rows' inputs of ``count`` steps, 0 beyond the last, where the lanes want them."""
+            width = count * VECTOR * lanes
 
-        def multiply(step, absolute) -> None:
-            vectors = []
-            for o in range(outputs):
+            def load(i):
+                row, at = T.bind(T.truncdiv(i, width)), T.bind(T.truncmod(i, width))
                 if in_codes:
-                    at = T.min(absolute * lanes + lane, k // VECTOR - 1)
-                    vectors.append(weight.read(weight_rows[o], T.bind(at)))
+                    number, owner = T.truncmod(at, VECTOR), T.truncmod(T.truncdiv(at, VECTOR), lanes)
                 else:
-                    first = T.bind(absolute * (lanes * VECTOR) + lane)
-                    vectors.append(weight.read_apart(weight_rows[o], first, lanes))
+                    number, owner = T.truncmod(T.truncdiv(at, lanes), VECTOR), T.truncmod(at, lanes)
+                source = first_step * (VECTOR * lanes) + at
+                value = T.if_then_else(source < k, input_of(first_row + row, source), T.float32(0))
+                put(tile, value, row, T.truncdiv(at, VECTOR * lanes), number, owner)
+
+            for_threads(rows * width, thread, threads, load)
+
+        def read(step):
+            """The lane's weights of a step, for each of its outputs."""
+            if in_codes:  # beyond the last input the row's inputs are 0
+                vector = T.bind(T.min(step * lanes + lane, k // VECTOR - 1))
+                return [weight.read(row, vector) for row in weight_rows]
+            first = T.bind(step * (lanes * VECTOR) + lane)
+            return [weight.read_apart(row, first, lanes) for row in weight_rows]
+
+        def multiply(at: int, vectors) -> None:
+            """Add the products of a step of the chunk."""
             vectors = [vector.bound() for vector in vectors]
             for r in range(rows):
-                x = [T.bind(tile[r, step, i, lane]) for i in range(VECTOR)]
+                x = [T.bind(tile[r, at, i, lane]) for i in range(VECTOR)]
                 for o, vector in enumerate(vectors):
-                    at = r * outputs + o
-                    put(acc, _add_product(acc[at], vector, x), at)
+                    put(acc, _add_product(acc[r * outputs + o], vector, x), r * outputs + o)
 
-        with T.serial(-(-all_steps // steps)) as chunk:
-            sync()
-            inputs.fill(value_of, chunk, rows, thread, threads)
-            sync()
-            left = all_steps - chunk * steps
-            with T.serial(steps if all_steps % steps == 0 else T.min(steps, left)) as step:
-                multiply(step, chunk * steps + step)
+        def chunk(first_step, count: int) -> None:
+            """``count`` steps; weights are on their way while the inputs come, and then a few ahead."""
+            for start in range(0, count, ahead):
+                group = range(start, min(start + ahead, count))
+                vectors = [read(first_step + at) for at in group]
+                if start == 0:
+                    sync()
+                    fill(first_step, count)
+                    sync()
+                for at, found in zip(group, vectors, strict=True):
+                    multiply(at, found)
+
+        whole, left = divmod(all_steps, steps)
+        with T.serial(whole) as number:
+            chunk(number * steps, steps)
+        if left:
+            chunk(whole * steps, left)
         sums = shared((outputs, threads), "float32")
         for r in range(rows):
             for o in range(outputs):
@@ -175,10 +170,8 @@ def multiply_rows(
 
             def finish(r=r):
                 for o in range(outputs):
-                    when(
-                        first_output + o < n_out,
-                        lambda o=o: store(first_row + r, first_output + o, sums[o, thread]),
-                    )
+                    value, output = sums[o, thread], first_output + o
+                    when(output < n_out, partial(store, first_row + r, output, value))
 
             when(lane == 0, finish)
 
