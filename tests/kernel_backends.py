@@ -16,6 +16,7 @@ import tvm
 from tvm import tirx
 
 import msl_emulator
+import vulkan_runner
 import wgsl_runner
 from kvq.compiler.gpu_target import GpuTarget, gpu_target
 from kvq.compiler.target import CpuTarget, cpu_target
@@ -120,12 +121,19 @@ class GpuBackend:
         return self._run(func, self._target)
 
 
+def vulkan_kernel(func: tirx.PrimFunc, target: GpuTarget) -> Kernel:
+    """A kernel on the first Vulkan device."""
+    built = vulkan_runner.build(func, target)
+    return lambda *arguments: on_tensors(built, arguments, vulkan_runner.device())
+
+
 CPU = CpuBackend()
 #: All of them.
 BACKENDS: tuple[KernelBackend, ...] = (
     CPU,
     GpuBackend("wgsl", "webgpu", wgsl_runner.missing, wgsl_runner.WgslKernel),
     GpuBackend("msl", "metal", msl_emulator.missing, msl_emulator.MslKernel),
+    GpuBackend("vulkan", "vulkan", vulkan_runner.missing, vulkan_kernel),
 )
 
 

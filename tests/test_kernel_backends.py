@@ -13,6 +13,8 @@ from kvq.schedules.gpu.block import ATTRIBUTES, launch, put, run, shared, sync, 
 
 _THREADS, _WIDTH = 32, 64
 _GPUS = [pytest.param(b, id=b.name) for b in BACKENDS if b.name != "cpu"]
+#: Those whose host code the tests run themselves: TVM's own checks arguments otherwise.
+_EMULATED = [gpu for gpu in _GPUS if gpu.id != "vulkan"]
 
 
 def reverse_and_scale(reach: int = _WIDTH):
@@ -62,7 +64,7 @@ def test_several_launches_under_conditions(gpu):
         np.testing.assert_allclose(out, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("gpu", _GPUS)
+@pytest.mark.parametrize("gpu", _EMULATED)
 def test_arguments_that_do_not_fit(gpu):
     if gpu.missing():
         pytest.skip(gpu.missing())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
+import vulkan_runner
 from kvq.schedules.gpu.block import ATTRIBUTES, launch, local, put, run, shared, sync, when
 
 kvq_vulkan = pytest.importorskip("kvq_vulkan", reason="kvq-vulkan is not installed")
@@ -27,9 +26,9 @@ COUNT, THREADS = 128, 32
 
 @pytest.fixture(scope="module", autouse=True)
 def device() -> Any:
-    if kvq_vulkan.num_devices() == 0:
-        pytest.skip(kvq_vulkan.problem())
-    return tvm.device("vulkan", 0)
+    if (reason := vulkan_runner.missing()) is not None:
+        pytest.skip(reason)
+    return vulkan_runner.device()
 
 
 def compiled(dtypes: list[str], body: Callable[..., None], subgroup: int = 1) -> Any:
@@ -43,23 +42,12 @@ def compiled(dtypes: list[str], body: Callable[..., None], subgroup: int = 1) ->
 
 
 def build(func: Any, subgroup: int = 1) -> Any:
-    """Compile, and have spirv-val look at it where there is one."""
+    """Compile for a device whose subgroups have so many lanes, if any."""
     target = tvm.target.Target({"kind": "vulkan", "thread_warp_size": subgroup}, host={"kind": "llvm"})
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     built = tvm.compile(module, target=target, tir_pipeline="tirx")
-    validate(built.mod)
+    vulkan_runner.validate(built.mod)
     return built["main"]
-
-
-def validate(module: Any) -> None:
-    """Fail on SPIR-V that is not valid for Vulkan 1.2."""
-    if shutil.which("spirv-val") is None:
-        return
-    for name, code in kvq_vulkan.shaders(module).items():
-        done = subprocess.run(
-            ["spirv-val", "--target-env", "vulkan1.2", "-"], input=code, capture_output=True, check=False
-        )
-        assert done.returncode == 0, (name, done.stderr.decode())
 
 
 def ran(func: Any, arrays: list[np.ndarray], device: Any) -> list[np.ndarray]:
