@@ -126,9 +126,10 @@ def _build(
     mod, names = export_model(model)
     shapes = _shapes(mod, names)
     plan = WeightPlan(target.kernels)
-    stored = {p.name: weights.storage(p.name, p.quantize) for p in model_parameters(model)}
+    parameters = {p.name: p for p in model_parameters(model)}
     for name in names:
-        plan.add(name, shapes[name], stored[name])
+        storage = weights.storage(name, parameters[name].quantize)
+        plan.add(name, shapes[name], storage, parameters[name].of_experts)
     shape = target.kernels.attention_shape(layout, model.num_attention_heads)
     metadata = {
         "kvq_version": __version__,

@@ -33,6 +33,8 @@ class Parameter:
         Rows of each source; empty: all have the same number.
     offset : float
         Added to the values of the sources.
+    of_experts : bool
+        Whether it is a matrix of all experts.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Parameter:
     quantize: bool = False
     rows: tuple[int, ...] = ()
     offset: float = 0.0
+    of_experts: bool = False
 
     def source_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The tensors of the checkpoint that make it, with the shape each must have."""
@@ -95,10 +98,11 @@ class _Lister:
         bias: bool = False,
         rows: tuple[int, ...] = (),
         quantize: bool = True,
+        of_experts: bool = False,
     ) -> None:
         rows = rows if len(sources) > 1 else ()
         weights, biases = (tuple(f"{s}.{kind}" for s in sources) for kind in ("weight", "bias"))
-        self.found.append(Parameter(f"{name}.weight", shape, weights, quantize, rows))
+        self.found.append(Parameter(f"{name}.weight", shape, weights, quantize, rows, of_experts=of_experts))
         if bias:
             self.found.append(Parameter(f"{name}.bias", shape[:1], biases, rows=rows))
 
@@ -148,11 +152,13 @@ class _Lister:
             f"{layer}.mlp.experts.gate_up_proj",
             (count * 2 * inter, hidden),
             tuple(f"{layer}.{part.format(e)}" for e in experts for part in names.expert_gate_up),
+            of_experts=True,
         )
         self.matrix(
             f"{layer}.mlp.experts.down_proj",
             (count * hidden, inter),
             tuple(f"{layer}.{names.expert_down.format(e)}" for e in experts),
+            of_experts=True,
         )
 
     def norms(self, layer: str) -> None:

@@ -91,13 +91,19 @@ class WeightPlan:
     _shapes: list[tuple[int, ...]] = field(default_factory=list)
     _storages: list[str] = field(default_factory=list)
 
-    def add(self, name: str, shape: tuple[int, ...], storage: str) -> None:
-        """Append a weight of the model, stored as a key of :data:`~kvq.quantization.storage.STORAGES`."""
+    def add(self, name: str, shape: tuple[int, ...], storage: str, of_experts: bool = False) -> None:
+        """Append a weight of the model, stored as a key of :data:`~kvq.quantization.storage.STORAGES`.
+
+        ``of_experts`` says that it holds the matrices of all experts of a layer.
+        """
         self._shapes.append(shape)
         self._storages.append(storage)
-        stored = stored_tensors(name, shape, storage)
+        as_stored = of_experts and not self.kernels.prepares_experts
         self._add_tensors(
-            [self._tensor(tensor, self._preparation(tensor, shape, storage)) for tensor in stored]
+            [
+                self._tensor(tensor, None if as_stored else self._preparation(tensor, shape, storage))
+                for tensor in stored_tensors(name, shape, storage)
+            ]
         )
 
     def shape(self, weight: int) -> tuple[int, ...]:

@@ -132,6 +132,8 @@ class Kernels(Protocol):
         Numbers of rows up to which a step has kernels of its own, in rising order.
     layout_order : str
         ``KVLayout.order`` of its pages.
+    prepares_experts : bool
+        Whether the matrices of experts are prepared as other weights are.
     """
 
     @property
@@ -142,6 +144,9 @@ class Kernels(Protocol):
 
     @property
     def layout_order(self) -> str: ...
+
+    @property
+    def prepares_experts(self) -> bool: ...
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
         """How attention is cut into tasks."""

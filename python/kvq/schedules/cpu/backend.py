@@ -65,6 +65,7 @@ class CpuKernels:
     isa: CpuIsa
 
     layout_order = "lanes"
+    prepares_experts = True
     row_limits = ()
 
     @property

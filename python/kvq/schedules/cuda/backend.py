@@ -11,6 +11,8 @@ from kvq.layout import KVLayout
 from kvq.quantization.storage import GROUP
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
+from kvq.schedules.gpu import experts
+from kvq.schedules.gpu.limits import GpuLimits
 
 from . import (
     kv_append,
@@ -30,6 +32,8 @@ from .block import overlaps
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
+#: What the portable kernels of experts may use.
+_EXPERTS = GpuLimits(threads=256, shared_bytes=48 * 1024)
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class CudaKernels:
     tensor_cores: bool = False
 
     layout_order = "fragments"
+    prepares_experts = False
 
     @property
     def rounded(self) -> CudaHalfKernels | None:
@@ -173,12 +178,12 @@ class CudaKernels:
         return linear.embedding(n, k, storage)
 
     def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
-        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+        return experts.route_experts(num_experts, top_k, normalize, _EXPERTS)
 
     def expert_linear(
         self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
     ) -> tirx.PrimFunc:
-        raise CompileError("mixtures of experts cannot be compiled for CUDA yet: use --device cpu")
+        return experts.expert_linear(n, k, num_experts, top_k, shared, storage, _EXPERTS)
 
     def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
         return likeliest.likeliest(vocab, drawable)

@@ -33,6 +33,7 @@ class GpuKernels:
     rounded = None
     row_limits = ()
     layout_order = "lanes"
+    prepares_experts = False
 
     def _needs_float16(self, what: str) -> None:
         if not self.limits.float16:
