@@ -57,6 +57,7 @@ DECLARED = {
         "pydantic",
         "rich",
     ),
+    "kvq_vulkan",
     *("fastapi", "uvicorn", "prometheus_client", "llguidance", "matplotlib", "jsonschema"),
     *("huggingface_hub", "starlette", "httpx", "markupsafe"),
 }

@@ -240,7 +240,9 @@ class _Builder:
 
     def _features(self) -> list[str]:
         """What a library is compiled for."""
-        return list(cuda_archs()) if self.device == "cuda" else sorted(detect())
+        if self.device == "cuda":
+            return list(cuda_archs())
+        return sorted(detect()) if self.device == "cpu" else []
 
     def _make(self, entry: Path, build: Callable[[Path], None]) -> None:
         """Build a directory unless it is there; under a lock, and visible only when it is whole."""

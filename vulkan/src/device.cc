@@ -144,6 +144,7 @@ std::unique_ptr<Buffer> Device::CreateBuffer(uint64_t bytes, MemoryUse use) {
     }
     Check(result, "vkAllocateMemory");
   }
+  allocated_ += buffer->bytes;
   Check(vkBindBufferMemory(device_, buffer->handle, buffer->memory, 0), "vkBindBufferMemory");
   if (memory_.memoryTypes[allocate.memoryTypeIndex].propertyFlags & VK_MEMORY_PROPERTY_HOST_VISIBLE_BIT) {
     void* mapped = nullptr;
@@ -156,6 +157,7 @@ std::unique_ptr<Buffer> Device::CreateBuffer(uint64_t bytes, MemoryUse use) {
 void Device::DestroyBuffer(const Buffer& buffer) {
   vkDestroyBuffer(device_, buffer.handle, nullptr);
   vkFreeMemory(device_, buffer.memory, nullptr);
+  allocated_ -= buffer.bytes;
 }
 
 Pipeline Device::CreatePipeline(const KernelCode& code) {
@@ -209,7 +211,7 @@ uint64_t Device::TotalMemory() const {
 }
 
 uint64_t Device::FreeMemory() const {
-  if (!limits_.memory_budget) return TotalMemory();
+  if (!limits_.memory_budget) return TotalMemory() - std::min(TotalMemory(), allocated_);
   VkPhysicalDeviceMemoryBudgetPropertiesEXT budget{
       VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MEMORY_BUDGET_PROPERTIES_EXT};
   VkPhysicalDeviceMemoryProperties2 memory{VK_STRUCTURE_TYPE_PHYSICAL_DEVICE_MEMORY_PROPERTIES_2};

@@ -52,7 +52,8 @@ class Device {
   void CheckAlive() const;
   void MarkLost() { lost_ = true; }
 
-  // Bytes of device memory in all, and those that can still be had.
+  // Bytes of device memory in all, and those that can still be had: what the driver says of all processes,
+  // else what this one has not taken.
   uint64_t TotalMemory() const;
   uint64_t FreeMemory() const;
   std::string Describe() const;
@@ -72,6 +73,7 @@ class Device {
   std::mutex mutex_;
   AddressSpace addresses_;
   std::unique_ptr<Stream> stream_;
+  uint64_t allocated_ = 0;
   bool lost_ = false;
 };
 

@@ -64,7 +64,8 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
         "--kv", metavar="LIST", default="none,int4,int3", help="cache schemes (default: %(default)s)"
     )
     parser.add_argument("--opt", default="O2", help="optimization level (default: %(default)s)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: %(default)s")
+    devices = ["cpu", "cuda", "vulkan"]
+    parser.add_argument("--device", default="cpu", choices=devices, help="default: %(default)s")
     parser.add_argument(
         "--random-weights",
         action="store_true",

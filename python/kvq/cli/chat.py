@@ -68,7 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--kv-quantization", metavar="K", help="cache: none, int8, int4, int3, or k=int4:v=int3")
     add("--context-window-size", type=int, metavar="N", help="most tokens of a conversation")
     add("--prefill-chunk-size", type=int, metavar="N", help="most tokens of a prefill step")
-    add("--device", default="cpu", metavar="D", help="cpu or cuda (default: cpu)")
+    add("--device", default="cpu", metavar="D", help="cpu, cuda, vulkan or vulkan:1 (default: cpu)")
     add("--model-lib", metavar="FILE", help="compiled library (default: beside the model, else compiled)")
     add("--opt", metavar="O", help="O0 .. O3 if it has to be compiled; O1 has exact activations")
 

@@ -81,7 +81,7 @@ def set_up(
         context_window_size=options.context_window_size,
         prefill_chunk_size=options.prefill_chunk_size,
         max_batch_size=options.max_num_sequence,
-        device=options.device,
+        device=Device.kind_of(options.device),
         opt=options.opt,
         model_lib=options.model_lib,
         report=say,

@@ -14,9 +14,10 @@ import tvm_ffi
 
 from kvq.cpu_features import usable_cores
 from kvq.errors import LibraryError
+from kvq.runtime import vulkan
 
 #: Devices that ``--device`` knows.
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda", "vulkan")
 
 _CUDA_API = "device_api.cuda"
 _CUDART = "libcudart.so.13"
@@ -36,6 +37,11 @@ class Device:
     kind: str
     handle: Any
 
+    @staticmethod
+    def kind_of(name: str) -> str:
+        """What ``--device`` compiles for: the name without a number."""
+        return name.partition(":")[0]
+
     @classmethod
     def open(cls, name: str) -> Device:
         """The device of ``--device``.
@@ -51,8 +57,10 @@ class Device:
             os.environ.setdefault("TVM_NUM_THREADS", str(usable_cores()))
             os.environ.setdefault("TVM_BIND_THREADS", "0")
             return cls(name, tvm.cpu())
+        if cls.kind_of(name) == "vulkan":
+            return cls("vulkan", tvm.device("vulkan", vulkan.find_device(name)))
         if name != "cuda":
-            raise LibraryError(f"device {name!r} is not supported: use {' or '.join(DEVICES)}")
+            raise LibraryError(f"device {name!r} is not supported: use {', '.join(DEVICES)} or vulkan:1")
         load_cuda_runtime()
         handle = tvm.cuda(0)
         if not handle.exist:
@@ -65,6 +73,17 @@ class Device:
         if self.kind == "cpu":
             return int(tvm_ffi.get_global_func("runtime.NumThreads")())
         return int(self.handle.multi_processor_count)
+
+    def check_library(self, module: Any, path: str) -> None:
+        """Refuse a library whose kernels the device cannot run.
+
+        Raises
+        ------
+        LibraryError
+            Naming the limit.
+        """
+        if self.kind == "vulkan":
+            vulkan.check_library(module, self.handle.index, path)
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""

@@ -16,6 +16,7 @@ from tvm.runtime.vm import VirtualMachine
 from kvq.cpu_features import detect
 from kvq.errors import CacheError, LibraryError
 from kvq.loader.tensor_cache import TensorCache
+from kvq.runtime import vulkan
 from kvq.runtime.arena import Arena
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.device import Device
@@ -93,9 +94,7 @@ class Library:
             + [(None, machine[name])]
             for name in ("prefill", "decode")
         }
-        self.likeliest: Callable[..., Any] | None = (
-            machine["likeliest"] if metadata.device == "cuda" else None
-        )
+        self.likeliest: Callable[..., Any] | None = machine["likeliest"] if metadata.device != "cpu" else None
         self.threads = device.threads
 
     @classmethod
@@ -119,15 +118,18 @@ class Library:
             text = str(machine["_metadata"]())
         except (RuntimeError, ValueError, AttributeError, OSError) as error:
             reason = (str(error).strip().splitlines() or ["unknown error"])[-1]
+            if "load_from_bytes.vulkan" in reason:
+                raise LibraryError(f"{path} was compiled for vulkan: {vulkan.INSTALL}") from None
             if "load_from_bytes.cuda" in reason:
                 raise LibraryError(f"{path} was compiled for cuda, not {device}: use --device cuda") from None
             raise LibraryError(f"{path}: not a library that kvq compile wrote ({reason})") from None
         metadata = Metadata.parse(text)
         metadata.check_compatible(str(path), tvm.__version__, detect())
-        if metadata.device != device:
+        if metadata.device != opened.kind:
             raise LibraryError(
                 f"{path} was compiled for {metadata.device}, not {device}: use --device {metadata.device}"
             )
+        opened.check_library(module, str(path))
         return cls(path, machine, metadata, opened)
 
     def step_function(self, name: str, rows: int) -> Callable[..., Any]:

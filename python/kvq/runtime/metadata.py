@@ -67,12 +67,13 @@ class Metadata:
     @property
     def device(self) -> str:
         """Device that the library was compiled for, as ``--device`` names it."""
-        return "cuda" if self.target.get("kind") == "cuda" else "cpu"
+        kind = str(self.target.get("kind"))
+        return "cpu" if kind == "llvm" else kind
 
     @property
     def split_slots(self) -> int:
-        """Slots of the scratch that the plan may give to splits; a GPU's kernels split in their own way."""
-        return self.scratch_slots if self.device == "cpu" else 0
+        """Slots of the scratch that the plan may give to splits; CUDA's kernels split in their own way."""
+        return 0 if self.device == "cuda" else self.scratch_slots
 
     @classmethod
     def parse(cls, text: str) -> Metadata:

@@ -81,6 +81,7 @@ def _vulkan_parts(module: Any) -> list[Any]:
 
 
 def _function(name: str) -> Any:
+    import tvm  # noqa: F401 (ours stands on its runtime)
     import tvm_ffi
 
     register()
