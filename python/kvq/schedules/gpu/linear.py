@@ -13,8 +13,8 @@ from .linear_rows import FEW_ROWS, multiply_rows, rows_tuning
 from .linear_tiles import multiply_tiles
 from .stored_weight import declare_weight
 
-#: Rows from which on tiles pay.
-_TILES_FROM = 2 * FEW_ROWS + 1
+#: Rows from which on tiles pay: with fewer they stand empty, and are too few to fill a GPU.
+_TILES_FROM = 8 * FEW_ROWS + 1
 
 
 def linear(n_out: int, k: int, storage: str, limits: GpuLimits) -> tirx.PrimFunc:
