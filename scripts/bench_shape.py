@@ -66,7 +66,7 @@ class Bench:
         """Compute a sequence up to ``until`` tokens."""
         while (length := model.cache.length(sequence)) < until:
             count = min(CHUNK, until - length)
-            model.step([(sequence, count)], self.rng.integers(0, self.vocab, count), likeliest=True)
+            model.likeliest([(sequence, count)], self.rng.integers(0, self.vocab, count))
 
     def fill(self, model: Any, names: Sequence[str], context: int, computed: int) -> None:
         """Bring all sequences to ``context`` tokens: the first computes ``computed``, the rest is copied."""
@@ -97,7 +97,7 @@ class Bench:
         for turn in range(rounds + 1):
             started = time.perf_counter()
             for _ in range(steps if turn else 4):
-                ids = np.maximum(model.step(requests, ids, likeliest=True), 0)
+                ids = np.maximum(model.likeliest(requests, ids), 0)
             if turn:
                 times.append((time.perf_counter() - started) / steps)
         wall = statistics.median(times)

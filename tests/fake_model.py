@@ -12,6 +12,9 @@ from kv_oracle import FakeDevice
 from kvq.config import ChatConfig, ModelConfig
 from kvq.engine.core import EngineCore
 from kvq.engine.setup import EngineParts
+from kvq.runtime.metadata import DRAW, LIKELIEST
+from kvq.runtime.philox import uniform
+from kvq.runtime.sampler import DRAW_FIELDS, SamplingParams, draw
 from kvq.runtime.step_plan import build_step
 
 #: Ids are bytes; the last ones are markers.
@@ -34,11 +37,13 @@ class FakeModel:
         Called with the requests of each step before it runs; may raise.
     poison : callable or None
         Whether the logits after these tokens, as far as the last of them sees them, are not finite.
-    finds_likeliest : bool
-        Whether it finds the likeliest tokens itself, as a GPU does.
+    draws : str or None
+        What it draws itself, as a GPU does: every token without penalties (``draw``) or the likeliest.
+    hosted : list of int
+        Rows of logits that each step with draws was asked for.
     """
 
-    finds_likeliest = False
+    draws: str | None = None
 
     def __init__(
         self,
@@ -54,16 +59,44 @@ class FakeModel:
         self.faults = np.zeros(2, np.int64)
         self.steps: list[int] = []
         self.batches: list[int] = []
+        self.hosted: list[int] = []
         self.script: dict[int, int] = {}
         self.fail: Callable[[list[tuple[Any, int]]], None] | None = None
         self.poison: Callable[[list[int]], bool] | None = None
 
-    def step(
+    def can_draw(self, params: SamplingParams) -> bool:
+        return not params.needs_logits and (
+            self.draws == DRAW or (self.draws == LIKELIEST and params.is_greedy)
+        )
+
+    def draw(
         self,
         requests: list[tuple[Any, int]],
         ids: Any,
+        draws: np.ndarray,
         logit_rows: list[int] | None = None,
-        likeliest: bool = False,
+        hosted: Sequence[int] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert self.draws
+        logits = self.step(requests, ids, logit_rows)
+        self.hosted.append(len(hosted))
+        tokens = []
+        for at, row in enumerate(logits[:, :VOCAB]):
+            fields = draws[at] if at < len(draws) else np.zeros(DRAW_FIELDS, np.int32)
+            temperature, _, top_p, min_p = fields[:4].view(np.float32)
+            if not np.isfinite(row).all():
+                tokens.append(-1)
+            elif temperature == 0:
+                tokens.append(int(row.argmax()))
+            else:
+                params = SamplingParams(top_p=float(top_p), min_p=float(min_p), top_k=int(fields[1]))
+                low, high, choice, position = (int(field) for field in fields[4:].view(np.uint32))
+                weights = np.exp((row - row.max()) / temperature, dtype=np.float32)
+                tokens.append(draw(weights, params, uniform(high << 32 | low, choice, position)))
+        return np.array(tokens, np.int32), logits[list(hosted)]
+
+    def step(
+        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
     ) -> np.ndarray:
         plan = build_step(self.device.plan, requests, 2)
         try:
@@ -78,12 +111,7 @@ class FakeModel:
         self.batches.append(len(requests))
         if logit_rows is None:
             logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
-        logits = np.stack([self._answer(seen[row]) for row in logit_rows])
-        if not likeliest:
-            return logits
-        assert self.finds_likeliest
-        logits = logits[:, :VOCAB]
-        return np.where(np.isfinite(logits).all(axis=1), logits.argmax(axis=1), -1)
+        return np.stack([self._answer(seen[row]) for row in logit_rows])
 
     def _answer(self, seen: list[int]) -> np.ndarray:
         logits = self.logits(seen)

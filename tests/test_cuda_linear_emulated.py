@@ -11,7 +11,6 @@ from kernel_rig import relative_error
 from kvq.compiler.target import cuda_target
 from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
 from kvq.schedules.cuda import weight_fragments
-from kvq.schedules.cuda.likeliest import NOT_FINITE, THREADS, likeliest
 from kvq.schedules.cuda.linear_few import FewTuning, linear_few
 from kvq.schedules.cuda.linear_tiles import TileTuning, _Tiles, linear_tiles
 
@@ -116,19 +115,3 @@ def test_rows_of_the_weight(weight, tmp_path):
     out = np.full((len(ids), K), np.nan, np.float32)
     found = execute(made, {"ids_ptr": ids, **tensors, "out_ptr": out}, len(ids), [(i, 0) for i in range(6)])
     np.testing.assert_array_equal(found, values[np.clip(ids, 0, N_OUT - 1)])
-
-
-def test_likeliest(tmp_path):
-    vocab, drawable = 1300, 1250
-    logits = np.random.default_rng(5).standard_normal((5, vocab)).astype(np.float32)
-    logits[1, [40, 900, 1100]] = 9  # the first of equals
-    logits[2, drawable:] = 99  # ids that pad the vocabulary
-    logits[3, 77] = np.nan
-    logits[4, 1249] = -np.inf
-    made = program(likeliest(vocab, drawable), tmp_path / "likeliest", 16, THREADS)
-    out = execute(
-        made, {"logits_ptr": logits, "out_ptr": np.zeros(5, np.int32)}, 5, [(i, 0) for i in range(5)]
-    )
-    expected = logits[:, :drawable].argmax(axis=1)
-    np.testing.assert_array_equal(out, [*expected[:3], NOT_FINITE, NOT_FINITE])
-    assert out[1] == 40

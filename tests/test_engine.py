@@ -15,8 +15,11 @@ from kvq.engine import Engine
 from kvq.engine.completions import Chat, Completions
 from kvq.engine.core import EngineCore
 from kvq.engine.options import ChatOptions, parse_options
+from kvq.engine.request import Request
 from kvq.engine.stop import StopMatcher
 from kvq.errors import ConfigError, EngineError
+from kvq.runtime.metadata import DRAW, LIKELIEST
+from kvq.runtime.sampler import SamplingParams
 
 CONTEXT = 300
 
@@ -252,19 +255,47 @@ def test_faults_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> N
     ]
 
 
-def test_a_model_that_finds_the_likeliest_token_gives_the_same_answers() -> None:
+@pytest.mark.parametrize("draws", [DRAW, LIKELIEST])
+def test_a_model_that_draws_on_its_device_gives_the_same_answers(draws: str) -> None:
     model, core, completions = make()
-    model.finds_likeliest = True
     prompt = list(b"hello")
-    answer = completions.create(prompt=prompt, max_tokens=20)
-    assert answer.choices[0].text == text_of(model.greedy(prompt, 20))
-    drawn = completions.create(prompt=prompt, max_tokens=20, temperature=1.5, seed=3)
-    model.finds_likeliest = False
-    assert drawn.choices[0].text == (
-        completions.create(prompt=prompt, max_tokens=20, temperature=1.5, seed=3).choices[0].text
-    )
-    model.finds_likeliest = True
+    asked: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.5, "seed": 3, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+        {"temperature": 1.5, "seed": 3, "presence_penalty": 1.0},
+    ]
+    answers = []
+    for model.draws in (None, draws):
+        answers.append(
+            [completions.create(prompt=prompt, max_tokens=20, **one).choices[0].text for one in asked]
+        )
+    assert answers[0] == answers[1] and len(set(answers[0])) == 3
+    assert answers[0][0] == text_of(model.greedy(prompt, 20))
+    # nothing left the device but what penalties, and draws that it does not know, need
+    assert (0 in model.hosted) and sum(model.hosted) == 0
     model.poison = lambda seen: len(seen) == 8
     with pytest.raises(EngineError, match="not finite"):
         completions.create(prompt=prompt, max_tokens=20)
     core.check_integrity()
+
+
+def test_requests_that_need_logits_share_steps_with_those_that_do_not() -> None:
+    model, core, _ = make()
+    model.draws = DRAW
+    tokens: list[dict[int, list[int]]] = []
+    params = [
+        SamplingParams(temperature=0),
+        SamplingParams(seed=1),
+        SamplingParams(seed=2, frequency_penalty=0.5),
+    ]
+    for together in (True, False):
+        found: dict[int, list[int]] = {}
+        for at, sampling in enumerate(params):
+            index = core.add(Request(list(b"abc"), sampling, max_tokens=10))
+            while core.has_work and (not together or at == len(params) - 1):
+                for answer, piece in core.step():
+                    assert piece.token is not None
+                    found.setdefault(answer - index + at, []).append(piece.token.id)
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
+    assert max(model.hosted) == 1

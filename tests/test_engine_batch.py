@@ -25,12 +25,13 @@ CONTEXT, CHUNK = 448, 128
 class Recorder:
     """A model that keeps the logits of every drawn token by request and length of its sequence."""
 
-    finds_likeliest = False
-
     def __init__(self, model: LoadedModel) -> None:
         self.model, self.cache, self.faults = model, model.cache, model.faults
         self.logits: dict[tuple[int, int], np.ndarray] = {}
         self.batches: list[list[int]] = []
+
+    def can_draw(self, params: SamplingParams) -> bool:
+        return False
 
     def step(
         self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
@@ -204,6 +205,6 @@ def test_weights_can_be_made_up(loaded: tuple[Library, Params]) -> None:
         logits[name] = np.array(model.step([("a", 3)], [1, 2, 3]))
         assert np.isfinite(logits[name]).all()
         model.cache.popn("a", 1)
-        found = model.step([("a", 1)], [3], likeliest=True)
+        found = model.likeliest([("a", 1)], [3])
         assert found.dtype == np.int32 and found.tolist() == logits[name].argmax(axis=1).tolist()
     assert not np.allclose(logits["made"], logits["stored"])

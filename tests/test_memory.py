@@ -23,7 +23,7 @@ from kvq.memory import (
 )
 from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
-from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.cache_shape import CacheShape, logit_bytes, logit_room
 
 MIB = 2**20
 
@@ -80,13 +80,16 @@ def test_every_preset_can_be_planned(preset: str, quantization: str) -> None:
         "kv_open_bytes",
         "kv_workspace_bytes",
         "activation_bytes",
+        "device_bytes",
         "total_bytes",
         "bits_per_value",
         "max_tokens",
     ]
-    assert fields["total_bytes"] == sum(list(fields.values())[:5])
+    assert fields["total_bytes"] == sum(list(fields.values())[:6]) and fields["device_bytes"] == 0
     assert all(
-        isinstance(value, int) and value > 0 for name, value in fields.items() if name != "bits_per_value"
+        isinstance(value, int) and value > 0
+        for name, value in fields.items()
+        if name not in ("bits_per_value", "device_bytes")
     )
 
 
@@ -291,3 +294,32 @@ def test_plan_says_what_an_engine_makes_of_a_budget(capsys: pytest.CaptureFixtur
     assert (fields["served_sequences"], fields["served_tokens"]) == (shape.num_open, plan.max_tokens)
     assert main(words) == 0
     assert f"runs {shape.num_open} requests at once" in capsys.readouterr().out
+
+
+def test_a_gpu_is_planned_by_what_its_library_takes() -> None:
+    model = PRESETS["llama-2-70b"]
+    weights, kv = resolve("q4f16kv", None)
+    budget, step, device = parse_size("48GB"), 722 * 10**6, 700 * 10**6
+
+    def fitted(**costs: int) -> tuple[CacheShape, MemoryPlan]:
+        return fit_cache(
+            model,
+            kv_layout(model, weights, kv),
+            weights_bytes=weights_bytes(model, weights),
+            context_window_size=4096,
+            prefill_chunk_size=2048,
+            max_batch_size=128,
+            mode="server",
+            budget=budget,
+            **costs,
+        )
+
+    shape, plan = fitted(step_bytes=step, device_bytes=device)
+    rooms = 2 * logit_room(shape.num_open) - 1
+    assert plan.activation_bytes == step + logit_bytes(model, rooms) and plan.device_bytes == device
+    assert budget - kv_layout(model, weights, kv).page_bytes < plan.total_bytes <= budget
+    assert fitted()[0].num_pages > shape.num_pages
+
+
+def test_rooms_of_logits_are_powers_of_two() -> None:
+    assert [logit_room(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import StringImm
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
@@ -26,11 +26,13 @@ from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.model.experts import SparseMLP
 from kvq.passes.attach_metadata import AttachMetadata
+from kvq.passes.bound_rows import BoundRows, step_storage_bytes
 from kvq.passes.cache_geometry import find_creation
 from kvq.passes.fuse_pointwise import FusePointwise
 from kvq.passes.lower_experts import LowerExperts
 from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache
 from kvq.passes.lower_weights import LowerWeights, WeightPlan
+from kvq.passes.specialize_rows import SpecializeRows
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
@@ -167,8 +169,37 @@ def test_attach_metadata():
     mod, _ = mlp_module()
     after = AttachMetadata({"a": [1, "é"]})(mod)
     machine = relax.VirtualMachine(tvm.compile(after, cpu_target().target), tvm.cpu())
-    assert json.loads(str(machine["_metadata"]())) == {"a": [1, "é"]}
+    assert json.loads(str(machine["_metadata"]())) == {"a": [1, "é"], "step_bytes": 0, "token_function": None}
     tvm.ir.assert_structural_equal(after["main"], mod["main"])
+
+
+def test_steps_take_the_storage_of_the_largest():
+    bb = relax.BlockBuilder()
+    for name in ("prefill", "decode"):
+        n = tirx.Var("n", "int64")
+        rows = relax.Var("rows", relax.TensorType((1, n) if name == "prefill" else (n, 1), "float32"))
+        wide, narrow = (
+            relax.Var(text, relax.TensorType(shape, "float32"))
+            for text, shape in (("wide", (1, 2048)), ("narrow", (2048, 1024)))
+        )
+        with bb.function(name, [rows, wide, narrow]):
+            x = bb.emit(relax.op.matmul(relax.op.reshape(rows, (n, 1)), wide))
+            bb.emit_func_output(bb.emit(relax.op.matmul(x, narrow)))
+    mod = BoundRows({"prefill": 9, "decode": 5})(SpecializeRows((4,))(bb.get()))
+    target = cpu_target().target
+    with target:
+        lowered = relax.get_default_pipeline(target)(mod)
+    # float32 rows of 2,048 for every number of rows, results of decode, and a page of reshaped rows
+    assert step_storage_bytes(lowered) == 4 * (2048 * (9 + 5 + 4) + 1024 * (5 + 4)) + 4096
+    machine = relax.VirtualMachine(tvm.compile(lowered, target, relax_pipeline=None), tvm.cpu())
+    weights = [np.ones((1, 2048), np.float32), np.full((2048, 1024), 0.5, np.float32)]
+    tensors = [tvm.runtime.tensor(weight) for weight in weights]
+    for name, rows in (("prefill", 9), ("prefill", 2), ("decode", 5), ("decode_4", 3)):
+        x = np.arange(rows, dtype=np.float32).reshape((1, rows) if name == "prefill" else (rows, 1))
+        found = machine[name](tvm.runtime.tensor(x), *tensors).numpy()
+        np.testing.assert_array_equal(found, np.arange(rows)[:, None] * np.full(1024, 1024.0))
+    with pytest.raises(Exception, match="torage"):
+        machine["decode"](tvm.runtime.tensor(np.ones((6, 1), np.float32)), *tensors)
 
 
 def creation_with(**changes: object) -> tvm.IRModule:

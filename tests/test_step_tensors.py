@@ -15,6 +15,7 @@ from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.metadata import DecodeSpec
+from kvq.runtime.sampler import DRAW_FIELDS
 from kvq.runtime.step_plan import StepPlan, build_step
 from kvq.runtime.step_tensors import DeviceSteps, HostSteps
 
@@ -71,6 +72,18 @@ def test_a_device_gets_what_the_host_has(plan):
             assert [len(other.numpy()) for other in found.lists[2:]] == [max(1, n) for n in counts]
         assert copied.faults().tolist() == host.faults().tolist() == [3, 4]
         plan.commit()
+
+
+def test_logits_of_a_device_have_room_for_a_power_of_two(plan):
+    steps = DeviceSteps(plan, Device.open("cpu"), metadata())
+    build_step(plan, [("a", 10), ("b", 3), ("c", 2)], 1)
+    draws = np.arange(3 * DRAW_FIELDS, dtype=np.int32).reshape(3, DRAW_FIELDS)
+    found = steps.prefill(list(range(15)), [9, 12, 14], draws)
+    assert found.wanted.numpy().tolist() == [9, 12, 14, 14]
+    np.testing.assert_array_equal(found.draws.numpy()[:3], draws)
+    assert found.draws.shape == (4, DRAW_FIELDS) and not found.draws.numpy()[3].any()
+    assert not steps.prefill(list(range(15)), [14]).draws.numpy().any(), "what is not said is the likeliest"
+    plan.abort()
 
 
 def test_decode_is_cut_by_the_plan_for_gpus(plan):

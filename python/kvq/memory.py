@@ -1,7 +1,8 @@
 """The memory plan: what a model will allocate, term by term, before anything is.
 
 Cache terms are computed by the same sum that the runtime allocates by (:mod:`kvq.runtime.cache_shape`),
-so they agree to the byte; activations are an upper estimate of what the compiled step holds at once.
+so they agree to the byte. Activations are what a library says that its steps take or, before there is one and
+on a CPU, where only what is touched counts, an upper estimate of what a step holds at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from kvq.errors import ConfigError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.quantization.scheme import KVQuantization, WeightScheme
 from kvq.quantization.weights import stored_parameters
-from kvq.runtime.cache_shape import SCRATCH_SLOTS, CacheShape, most_pages, scratch_bytes
+from kvq.runtime.cache_shape import (
+    SCRATCH_SLOTS,
+    CacheShape,
+    logit_bytes,
+    logit_room,
+    most_pages,
+    scratch_bytes,
+)
 
 #: Rows of a weight matrix that the kernels keep together.
 ROW_BLOCK = 16
@@ -38,6 +46,7 @@ _REMEDIES = {
     "kv_open_bytes": "--max-batch-size",
     "kv_workspace_bytes": "--prefill-chunk-size",
     "activation_bytes": "--prefill-chunk-size",
+    "device_bytes": "a GPU that nobody else uses",
 }
 
 
@@ -54,7 +63,9 @@ class MemoryPlan:
     kv_workspace_bytes : int
         A step's row pages, the attention's scratch and the fault counters.
     activation_bytes : int
-        Upper estimate of the other tensors of a step.
+        The other tensors of a step.
+    device_bytes : int
+        What the driver of a GPU takes for itself: its context, code, graphs.
     bits_per_value : float
         Of a value in a sealed page, everything included.
     max_tokens : int
@@ -66,6 +77,7 @@ class MemoryPlan:
     kv_open_bytes: int
     kv_workspace_bytes: int
     activation_bytes: int
+    device_bytes: int
     bits_per_value: float
     max_tokens: int
 
@@ -77,7 +89,7 @@ class MemoryPlan:
     @property
     def total_bytes(self) -> int:
         """The sum of all terms."""
-        return self.weights_bytes + self.kv_bytes + self.activation_bytes
+        return self.weights_bytes + self.kv_bytes + self.activation_bytes + self.device_bytes
 
     def to_dict(self) -> dict[str, int | float]:
         """All fields and the total, JSON-ready."""
@@ -135,6 +147,8 @@ def plan_cache(
     weights_bytes: int,
     max_rows: int,
     scratch_slots: int = SCRATCH_SLOTS,
+    step_bytes: int | None = None,
+    device_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan of a cache whose pages are already counted.
 
@@ -144,6 +158,10 @@ def plan_cache(
         Most rows of a step.
     scratch_slots : int
         Of the library's metadata.
+    step_bytes : int, optional
+        Of the library's metadata, where its steps take all of that, whatever their rows.
+    device_bytes : int
+        As the plan has it.
     """
     faults = max_rows * 2 * 4
     return MemoryPlan(
@@ -153,7 +171,11 @@ def plan_cache(
         kv_workspace_bytes=shape.workspace_bytes(layout)
         + scratch_bytes(layout, model.num_attention_heads, scratch_slots)
         + faults,
-        activation_bytes=_activation_bytes(model, max_rows, shape.num_open),
+        activation_bytes=_activation_bytes(model, max_rows, shape.num_open)
+        if step_bytes is None
+        # logits have memory of their own for every room up to the largest
+        else step_bytes + logit_bytes(model, 2 * logit_room(shape.num_open) - 1),
+        device_bytes=device_bytes,
         bits_per_value=layout.bits_per_value,
         max_tokens=shape.num_pages * layout.page_size,
     )
@@ -215,6 +237,8 @@ def fit_cache(
     budget: int | None = None,
     fill: bool = True,
     scratch_slots: int = SCRATCH_SLOTS,
+    step_bytes: int | None = None,
+    device_bytes: int = 0,
 ) -> tuple[CacheShape, MemoryPlan]:
     """Balance open pages (sequences at once) against sealed ones, and plan the result.
 
@@ -232,6 +256,8 @@ def fit_cache(
         the pool holds a whole context, or :data:`TYPICAL_TOKENS` of each sequence where that is more.
     fill : bool
         Whether the pool takes all of the budget, even beyond a whole context of every sequence.
+    scratch_slots, step_bytes, device_bytes : int
+        As of :func:`plan_cache`.
 
     Raises
     ------
@@ -262,7 +288,14 @@ def fit_cache(
         )
         rows = max(min(prefill_chunk_size, context_window_size * sequences), sequences)
         return shape, plan_cache(
-            model, layout, shape, weights_bytes=weights_bytes, max_rows=rows, scratch_slots=scratch_slots
+            model,
+            layout,
+            shape,
+            weights_bytes=weights_bytes,
+            max_rows=rows,
+            scratch_slots=scratch_slots,
+            step_bytes=step_bytes,
+            device_bytes=device_bytes,
         )
 
     def needed(sequences: int) -> int:

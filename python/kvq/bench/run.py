@@ -53,7 +53,7 @@ class Decoding:
         def steps() -> None:
             nonlocal ids
             for _ in range(self._steps):
-                ids = model.step(requests, ids, likeliest=True)
+                ids = model.likeliest(requests, ids)
 
         try:
             return timed(steps)

@@ -167,16 +167,16 @@ def _build(
         kernels=target.kernels,
         vocab=model.vocab_size,
         drawable=config.active_vocab_size,
+        most_rows={
+            "prefill": max(config.prefill_chunk_size, config.max_batch_size),
+            "decode": config.max_batch_size,
+        },
+        lower=target.relax_pipeline,
         metadata=metadata,
     )
     with target.target:
         mod = run_pipeline(mod, passes, _dumper(debug_dump))
-        return tvm.compile(
-            mod,
-            target.target,
-            relax_pipeline=target.relax_pipeline,
-            tir_pipeline=target.tir_pipeline,
-        )
+        return tvm.compile(mod, target.target, relax_pipeline=None, tir_pipeline=target.tir_pipeline)
 
 
 def _shapes(mod: tvm.IRModule, names: list[str]) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvq.engine.scheduler import Job, Scheduler
 from kvq.errors import ConfigError
 from kvq.runtime.kv_cache import PagedKVCache, SequenceId
 from kvq.runtime.prefix_cache import PrefixCache
-from kvq.runtime.sampler import check_bias
+from kvq.runtime.sampler import DRAW_FIELDS, SamplingParams, check_bias
 
 logger = logging.getLogger("kvq")
 
@@ -35,22 +35,26 @@ class StepModel(Protocol):
     cache: PagedKVCache
     faults: np.ndarray
 
-    @property
-    def finds_likeliest(self) -> bool:
-        """Whether the likeliest tokens are had without the logits."""
+    def can_draw(self, params: SamplingParams) -> bool:
+        """Whether :meth:`draw` draws such tokens."""
         ...
 
     def step(
+        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+    ) -> np.ndarray:
+        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default."""
+        ...
+
+    def draw(
         self,
         requests: list[tuple[SequenceId, int]],
         ids: Any,
+        draws: np.ndarray,
         logit_rows: list[int] | None = None,
-        likeliest: bool = False,
-    ) -> np.ndarray:
-        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default.
-
-        With ``likeliest`` int32 ``[rows]``: the likeliest tokens, -1 where a logit is not finite.
-        """
+        hosted: Sequence[int] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append tokens; int32 tokens ``[rows]``, -1 where a logit is not finite; logits of ``hosted``."""
+        ...
 
 
 class EngineCore:
@@ -90,6 +94,7 @@ class EngineCore:
         self.scheduler = Scheduler(cache, rows, self.prefix)
         self.last_request = RequestStats()
         self._new_stream = new_stream
+        self._draws = model.can_draw(SamplingParams(temperature=0))
         self._states: dict[int, RequestState] = {}
         self._ids = itertools.count()
         self._finished = self._cancelled = self._failed = 0
@@ -138,7 +143,9 @@ class EngineCore:
         limit = room if request.max_tokens is None else min(room, request.max_tokens)
         index = next(self._ids)
         job = Job(index, array("i", request.prompt))
-        self._states[index] = RequestState(request, job, limit, self._new_stream(), self.vocab_size)
+        state = RequestState(request, job, limit, self._new_stream(), self.vocab_size)
+        state.on_device = request.constraint is None and self.model.can_draw(request.sampling)
+        self._states[index] = state
         self.scheduler.add(job)
         return index
 
@@ -196,7 +203,7 @@ class EngineCore:
                 self._prompt_tokens += state.stats.prompt_tokens
                 self._hit_tokens += state.stats.cached_tokens
         try:
-            drawn, logits = self._run(shares)
+            drawn, tokens, logits = self._run(shares)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
             outputs += [self._fail(state, _one_line(error)) for state in batch]
@@ -210,10 +217,10 @@ class EngineCore:
         for state, (_, count) in zip(batch, shares, strict=True):
             state.count(count, elapsed)
         self._count(shares)
-        self._draw([batch[i] for i in drawn], logits, outputs)
+        self._draw([batch[i] for i in drawn], tokens, logits, outputs)
 
-    def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray]:
-        """Run the model; which shares end in a token to draw, and logits or likeliest tokens for these."""
+    def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray, list[np.ndarray | None]]:
+        """Run the model; which shares end in a token to draw, the tokens, logits where they are needed."""
         cache = self.model.cache
         requests: list[tuple[SequenceId, int]] = []
         ids: list[int] = []
@@ -228,27 +235,37 @@ class EngineCore:
                 rows.append(len(ids) - 1)
         # A kernel wants at least one row; that of a prompt that goes on is then of no use.
         wanted = None if len(drawn) == len(shares) else rows or [len(ids) - 1]
-        if self.model.finds_likeliest and all(self._states[shares[i][0].id].takes_likeliest for i in drawn):
-            return drawn, self.model.step(requests, ids, wanted, likeliest=True)
-        return drawn, self.model.step(requests, ids, wanted)
+        states = [self._states[shares[i][0].id] for i in drawn]
+        on_device = [state.on_device for state in states]
+        if any(on_device) or (self._draws and not drawn):
+            hosted = [row for row, here in enumerate(on_device) if not here]
+            draws = np.zeros((len(states), DRAW_FIELDS), np.int32)
+            for row, state in enumerate(states):
+                if state.on_device:
+                    draws[row] = state.device_draw()
+            tokens, some = self.model.draw(requests, ids, draws, wanted, hosted)
+            logits: list[np.ndarray | None] = [None] * len(states)
+            for row, values in zip(hosted, some, strict=True):
+                logits[row] = values[: self.vocab_size]
+            return drawn, tokens, logits
+        every = self.model.step(requests, ids, wanted)[: len(drawn), : self.vocab_size]
+        return drawn, np.where(_all_finite(every), every.argmax(axis=1), -1), list(every)
 
-    def _draw(self, states: list[RequestState], found: np.ndarray, outputs: list[Output]) -> None:
-        """Draw a token for each answer; row i of the logits or likeliest tokens is that of answer i."""
-        if not states:
-            return
-        logits: np.ndarray | None = None
-        if found.ndim == 1:
-            finite, likeliest = found >= 0, found.tolist()
-        else:
-            logits = found[: len(states), : self.vocab_size]
-            finite, likeliest = _all_finite(logits), logits.argmax(axis=1).tolist()
+    def _draw(
+        self,
+        states: list[RequestState],
+        tokens: np.ndarray,
+        logits: list[np.ndarray | None],
+        outputs: list[Output],
+    ) -> None:
+        """Draw a token for each answer; the likeliest or, without logits, the drawn one is known."""
         now = time.perf_counter()
-        for row, state in enumerate(states):
-            if not finite[row]:
+        for state, token, values in zip(states, tokens.tolist(), logits, strict=False):
+            if token < 0:
                 outputs.append(self._fail(state, "the model's logits are not finite"))
                 continue
             try:
-                piece = state.draw(None if logits is None else logits[row], likeliest[row], now)
+                piece = state.draw(values, token, now)
             except Exception as error:
                 logger.exception("drawing a token failed")
                 outputs.append(self._fail(state, _one_line(error)))

@@ -35,8 +35,12 @@ class RequestState:
         self._detokenizer = detokenizer
         self._stop = StopMatcher(request.stop_strings)
         self._sampler = Sampler(request.sampling, request.prompt, vocab_size, request.choice)
-        #: Whether each token is the likeliest, so that logits are of no use.
-        self.takes_likeliest = request.sampling.takes_likeliest and request.constraint is None
+        sampling = request.sampling
+        self._takes_likeliest = (
+            sampling.is_greedy and not sampling.needs_logits and request.constraint is None
+        )
+        #: Whether the device draws the tokens, so that logits are of no use.
+        self.on_device = False
         self._arrived = time.perf_counter()
         self._started = False
         #: Whether the rows of the current step append a drawn token, rather than tokens known before.
@@ -63,17 +67,21 @@ class RequestState:
             stats.prefill_tokens += rows
             stats.prefill_seconds += seconds
 
-    def draw(self, logits: np.ndarray | None, likeliest: int, now: float) -> Piece:
+    def device_draw(self) -> np.ndarray:
+        """How the device draws the next token, int32 ``[DRAW_FIELDS]``."""
+        return self._sampler.device_draw(len(self.job.tokens))
+
+    def draw(self, logits: np.ndarray | None, token_id: int, now: float) -> Piece:
         """Draw the next token.
 
         Parameters
         ----------
         logits : numpy.ndarray or None
-            float32 ``[V]``; None where only the likeliest token was asked for.
-        likeliest : int
-            Index of the largest of them.
+            float32 ``[V]``; None where the device drew.
+        token_id : int
+            What it drew; else the index of the largest logit.
         """
-        token = self._next_token(logits, likeliest)
+        token = self._next_token(logits, token_id)
         stats = self.stats
         if not stats.completion_tokens:
             stats.first_token_seconds = now - self._arrived
@@ -93,9 +101,9 @@ class RequestState:
         self.job.tokens.append(token.id)
         return Piece(token, text)
 
-    def _next_token(self, logits: np.ndarray | None, likeliest: int) -> SampledToken:
-        if logits is None or self.takes_likeliest:
-            return SampledToken(likeliest)
+    def _next_token(self, logits: np.ndarray | None, token_id: int) -> SampledToken:
+        if logits is None or self._takes_likeliest:
+            return SampledToken(token_id)
         constraint = self.request.constraint
         allowed = None if constraint is None else constraint.allowed()
         if allowed is not None and not allowed[: len(logits)].any():

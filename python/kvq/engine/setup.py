@@ -15,6 +15,7 @@ from kvq.memory import MemoryPlan, available_memory, fit_cache, format_bytes, pa
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.device import Device
+from kvq.runtime.gpu_memory import GpuMemory
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel, checked_limits
 from kvq.runtime.metadata import Metadata
@@ -73,7 +74,10 @@ def set_up(
     from kvq.build import prepare_model
 
     say = report or (lambda _: None)
-    budget = _budget(options)
+    memory = GpuMemory() if options.device == "cuda" else None
+    used = memory.used if memory else 0
+    available = memory.free if memory else _available(options.device)
+    budget = _budget(options, available)
     built = prepare_model(
         model,
         options.quantization,
@@ -89,6 +93,7 @@ def set_up(
     config = ChatConfig.load(built.config_dir)
     tokenizer = Tokenizer.from_dir(built.config_dir)
     library = Library.load(built.library, options.device)
+    library.device.synchronize()  # so that the driver has made its context, which counts
     meta = library.metadata
     _check_scheme(options, meta, built.library)
     context, most_sequences, chunk = checked_limits(
@@ -110,10 +115,12 @@ def set_up(
         budget=budget,
         fill=options.memory is not None,
         scratch_slots=meta.scratch_slots,
+        step_bytes=None if options.device == "cpu" else meta.step_bytes,
+        device_bytes=memory.overhead(used) if memory else 0,
     )
     chunk = min(chunk, context * shape.num_open)
     logger.info("memory plan: %s", describe_plan(plan, shape))
-    if (available := _available(options.device)) is not None:
+    if available is not None:
         plan.check(available)
     say("loading weights")
     loaded = LoadedModel(library, library.load_params(built.weights_dir), shape, chunk)
@@ -130,15 +137,16 @@ def set_up(
 
 def describe_plan(plan: MemoryPlan, shape: CacheShape) -> str:
     """The plan in one line."""
+    driver = f", the driver {format_bytes(plan.device_bytes)}" if plan.device_bytes else ""
     return (
         f"weights {format_bytes(plan.weights_bytes)}, KV pool {format_bytes(plan.kv_sealed_bytes)} for "
         f"{plan.max_tokens} tokens at {plan.bits_per_value:.2f} bits per value, {shape.num_open} open pages "
         f"{format_bytes(plan.kv_open_bytes)}, workspace {format_bytes(plan.kv_workspace_bytes)}, activations "
-        f"up to {format_bytes(plan.activation_bytes)}: {format_bytes(plan.total_bytes)} in all"
+        f"up to {format_bytes(plan.activation_bytes)}{driver}: {format_bytes(plan.total_bytes)} in all"
     )
 
 
-def _budget(options: EngineOptions) -> int | None:
+def _budget(options: EngineOptions, available: int | None) -> int | None:
     """Bytes that the engine may take; None where the mode decides by numbers of tokens."""
     if options.memory is not None and options.gpu_memory_utilization is not None:
         raise ConfigError("--memory and --gpu-memory-utilization exclude each other: use one of them")
@@ -151,7 +159,6 @@ def _budget(options: EngineOptions) -> int | None:
         part = DEFAULT_UTILIZATION
     if not 0 < part <= 1:
         raise ConfigError(f"--gpu-memory-utilization {part} makes no sense: it must be above 0, at most 1")
-    available = _available(options.device)
     if available is None:
         raise ConfigError("the available memory is unknown here: use --memory, such as --memory 48GB")
     return int(available * part)

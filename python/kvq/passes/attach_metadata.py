@@ -9,6 +9,9 @@ import tvm
 from tvm import relax
 from tvm.ir import IRModule, StringImm
 
+from .add_draw import token_function
+from .bound_rows import step_storage_bytes
+
 
 @tvm.transform.module_pass(opt_level=0, name="AttachMetadata")
 class AttachMetadata:
@@ -17,15 +20,21 @@ class AttachMetadata:
     Parameters
     ----------
     metadata : dict
-        JSON-ready; its fields are in ``docs/design.md``.
+        JSON-ready; its fields are in ``docs/design.md``. The pass adds
+        ``step_bytes`` and ``token_function``.
     """
 
     def __init__(self, metadata: dict[str, Any]) -> None:
         self.metadata = metadata
 
     def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
-        """Add the function to ``mod``."""
+        """Add the function to ``mod``, whose memory is planned."""
+        fields = {
+            **self.metadata,
+            "step_bytes": step_storage_bytes(mod),
+            "token_function": token_function(mod),
+        }
         bb = relax.BlockBuilder(mod)
-        with bb.function("_metadata", []):
-            bb.emit_func_output(StringImm(json.dumps(self.metadata)))
+        with bb.function("_metadata", [], attrs={"global_symbol": "_metadata"}):
+            bb.emit_func_output(StringImm(json.dumps(fields)))
         return bb.get()

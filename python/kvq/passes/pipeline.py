@@ -11,8 +11,9 @@ from tvm.ir.transform import Pass
 from kvq.quantization.scheme import KVQuantization
 from kvq.schedules.backend import Kernels
 
-from .add_likeliest import AddLikeliest
+from .add_draw import AddDraw
 from .attach_metadata import AttachMetadata
+from .bound_rows import BoundRows
 from .fuse_pointwise import FusePointwise
 from .lower_experts import LowerExperts
 from .lower_kv_cache import LowerPagedKVCache
@@ -30,11 +31,14 @@ def kvq_pipeline(
     kernels: Kernels,
     vocab: int,
     drawable: int,
+    most_rows: dict[str, int],
+    lower: Pass,
     metadata: dict[str, Any],
 ) -> list[tuple[str, Pass]]:
-    """The passes that make a model of a frontend module ours, named, in order.
+    """The passes that make code for TVM's virtual machine of a frontend module, named, in order.
 
-    What follows is TVM's own pipeline for the target: legalize, fuse, plan memory, lower.
+    ``lower`` is TVM's own pipeline for the target: legalize, fuse, plan memory, lower. The metadata come
+    last: they say what the memory came to.
     """
     return [
         ("lower_kv_cache", LowerPagedKVCache(kv, page_size, row_dtype, kernels)),
@@ -44,7 +48,9 @@ def kvq_pipeline(
         ("fuse_pointwise", FusePointwise(kernels)),
         ("fold_reshapes", relax.transform.CanonicalizeBindings()),
         ("remove_dead_code", relax.transform.DeadCodeElimination()),
-        ("add_likeliest", AddLikeliest(vocab, drawable, kernels)),
+        ("add_draw", AddDraw(vocab, drawable, kernels)),
+        ("bound_rows", BoundRows(most_rows)),
+        ("lower", lower),
         ("attach_metadata", AttachMetadata(metadata)),
     ]
 

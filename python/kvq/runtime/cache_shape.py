@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvq.config import ModelConfig
 from kvq.errors import check_positive
 from kvq.layout import KVLayout
 
@@ -15,6 +16,16 @@ SCRATCH_SLOTS = 256
 def scratch_bytes(layout: KVLayout, num_query_heads: int, scratch_slots: int) -> int:
     """Bytes of ``attention_scratch``, float32 ``[slots, query heads, head_dim + 8]``."""
     return scratch_slots * num_query_heads * (layout.head_dim + 8) * 4
+
+
+def logit_room(rows: int) -> int:
+    """Rows of logits that a GPU computes where ``rows`` are wanted: powers of two, so that sizes repeat."""
+    return 1 << (rows - 1).bit_length()
+
+
+def logit_bytes(model: ModelConfig, rows: int) -> int:
+    """Bytes of ``rows`` rows of logits of a prefill, and of what they are computed from."""
+    return 4 * rows * (model.vocab_size + 2 * model.hidden_size)
 
 
 def most_pages(page_size: int, window: int | None, tokens: int, rows: int) -> int:

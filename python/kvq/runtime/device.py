@@ -19,6 +19,8 @@ from kvq.runtime import vulkan
 #: Devices that ``--device`` knows.
 DEVICES = ("cpu", "cuda", "vulkan")
 
+#: Bytes of a piece of memory, as CUDA gives it.
+_PIECE = 2 << 20
 _CUDA_API = "device_api.cuda"
 _CUDART = "libcudart.so.13"
 
@@ -84,6 +86,12 @@ class Device:
         """
         if self.kind == "vulkan":
             vulkan.check_library(module, self.handle.index, path)
+
+    def allocated(self, size: int) -> int:
+        """Bytes that an allocation of ``size`` bytes takes: CUDA gives large ones in whole pieces."""
+        if self.kind != "cuda" or size < _PIECE // 2:
+            return size
+        return -(-size // _PIECE) * _PIECE
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""

@@ -20,7 +20,7 @@ from kvq.runtime import vulkan
 from kvq.runtime.arena import Arena
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.device import Device
-from kvq.runtime.metadata import Metadata
+from kvq.runtime.metadata import DRAW, Metadata
 
 
 def nbytes(tensor: Any) -> int:
@@ -84,6 +84,8 @@ class Library:
         Where it runs.
     threads : int
         Tasks of its kernels that run side by side.
+    draw : callable or None
+        Finds tokens on the device; what it can find, ``metadata.token_function`` says.
     """
 
     def __init__(self, path: Path, machine: VirtualMachine, metadata: Metadata, device: Device) -> None:
@@ -94,7 +96,7 @@ class Library:
             + [(None, machine[name])]
             for name in ("prefill", "decode")
         }
-        self.likeliest: Callable[..., Any] | None = machine["likeliest"] if metadata.device != "cpu" else None
+        self.draw = self._token_function()
         self.threads = device.threads
 
     @classmethod
@@ -136,14 +138,22 @@ class Library:
         """``prefill`` or ``decode``, as it was compiled for a step of ``rows`` rows."""
         return next(func for limit, func in self._steps[name] if limit is None or rows <= limit)
 
+    def _token_function(self) -> Callable[[Any, Any], Any] | None:
+        """Of logits ``float32[n, 1, V]`` and draws ``int32[n, DRAW_FIELDS]`` the tokens ``int32[n]``."""
+        name = self.metadata.token_function
+        if name is None:
+            return None
+        function = self._machine[name]
+        return function if name == DRAW else lambda logits, _: function(logits)
+
     def host_array(self, tensor: Any) -> np.ndarray:
         """A tensor's data: of the CPU's tensors a view, of a GPU's a copy, once it has been computed."""
         return np.from_dlpack(tensor) if self.device.kind == "cpu" else tensor.numpy()
 
     @property
     def params_bytes(self) -> int:
-        """Bytes of the parameters that :meth:`load_params` will make."""
-        return sum(self._params_bytes().values())
+        """Bytes that the parameters will take that :meth:`load_params` makes."""
+        return sum(map(self.device.allocated, self._params_bytes().values()))
 
     def _params_bytes(self) -> dict[tuple[str | None, tuple[str, ...]], int]:
         """Bytes of each distinct parameter, in the order in which they are made."""

@@ -6,6 +6,7 @@ once: the weights are one array object, and ``step_tensors.py`` keeps the tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ import numpy as np
 
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
-from kvq.runtime.cache_shape import CacheShape
+from kvq.runtime.cache_shape import CacheShape, logit_bytes
 from kvq.runtime.cuda_driver import CudaDriver
 from kvq.runtime.kv_cache import PagedKVCache, SequenceId
 from kvq.runtime.library import Library, Params
-from kvq.runtime.metadata import Metadata
+from kvq.runtime.metadata import DRAW, Metadata
+from kvq.runtime.sampler import DRAW_FIELDS, SamplingParams
 from kvq.runtime.step_graphs import StepGraphs
 from kvq.runtime.step_plan import StepPlan, build_step
+from kvq.runtime.step_results import CudaFetcher, Fetcher, Results, TensorFetcher
 from kvq.runtime.step_tensors import StepTensors, step_maker
 
 
@@ -72,8 +75,11 @@ class LoadedModel:
         self.faults = np.zeros(2, np.int64)
         self._driver = CudaDriver() if library.device.kind == "cuda" else None
         self._graphs = StepGraphs(self._driver) if self._driver else None
-        self._ids = self._driver.pinned_zeros(self.max_rows) if self._driver else None
+        self._known: set[Any] = set()
         self._steps = step_maker(self.plan, library.device, meta, self._driver)
+        self._fetcher: Fetcher = TensorFetcher(library)
+        if self._driver:
+            self._fetcher = CudaFetcher(self._driver, self.max_rows, self._steps.fetch_faults)
         kv = self.tensors
         self._tensors = (kv.pool, kv.open, kv.workspace, kv.scratch)
 
@@ -87,19 +93,16 @@ class LoadedModel:
         """Bytes of the cache's tensors by name, counted from the tensors."""
         return {**self.tensors.nbytes, "faults": self.plan.kv_faults.nbytes}
 
-    @property
-    def finds_likeliest(self) -> bool:
-        """Whether the device finds the likeliest tokens, so that logits need not leave it."""
-        return self.library.likeliest is not None
+    def can_draw(self, params: SamplingParams) -> bool:
+        """Whether the device draws such tokens, so that logits need not leave it."""
+        if self.library.draw is None or params.needs_logits:
+            return False
+        return params.is_greedy or self.metadata.token_function == DRAW
 
     def step(
-        self,
-        requests: list[tuple[SequenceId, int]],
-        ids: Any,
-        logit_rows: list[int] | None = None,
-        likeliest: bool = False,
+        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
     ) -> np.ndarray:
-        """Append tokens to sequences and return logits, or the likeliest tokens.
+        """Append tokens to sequences and return logits.
 
         Parameters
         ----------
@@ -109,30 +112,70 @@ class LoadedModel:
             Token ids, all sequences' one after another.
         logit_rows : list of int, optional
             Rows whose logits are wanted; by default the last of each sequence.
-        likeliest : bool
-            Whether the likeliest tokens are wanted, not the logits.
 
         Returns
         -------
         numpy.ndarray
-            float32 ``[number of logit rows, vocabulary]``; or int32 ``[number of logit rows]``, -1 where a
-            logit is not finite.
+            float32 ``[number of logit rows, vocabulary]``.
 
         Raises
         ------
         CacheError
             If the cache cannot take the step; nothing changes.
         """
+        return self._step(requests, ids, logit_rows)[1]
+
+    def draw(
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        draws: np.ndarray,
+        logit_rows: list[int] | None = None,
+        hosted: Sequence[int] = (),
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Append tokens to sequences, as :meth:`step` does, and draw the next ones on the device.
+
+        Parameters
+        ----------
+        draws : numpy.ndarray
+            int32 ``[number of logit rows, DRAW_FIELDS]``: how, as :meth:`can_draw` allows.
+        hosted : sequence of int
+            Which of the rows are wanted as logits, too.
+
+        Returns
+        -------
+        tokens : numpy.ndarray
+            int32 ``[number of logit rows]``, -1 where a logit is not finite.
+        logits : numpy.ndarray
+            float32 ``[len(hosted), vocabulary]``.
+        """
+        return self._step(requests, ids, logit_rows, draws, hosted)
+
+    def likeliest(self, requests: list[tuple[SequenceId, int]], ids: Any) -> np.ndarray:
+        """Append tokens, and find the likeliest next one of each sequence: int32, on the device if it can."""
+        if self.library.draw is not None:
+            return self.draw(requests, ids, np.zeros((len(requests), DRAW_FIELDS), np.int32))[0]
+        return self.step(requests, ids).argmax(axis=1).astype(np.int32)
+
+    def _step(
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        logit_rows: list[int] | None,
+        draws: np.ndarray | None = None,
+        hosted: Sequence[int] | None = None,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and logits of the ``hosted`` rows (by default of all that are wanted)."""
         plan = build_step(self.plan, requests, self.library.threads)
         try:
             with self._driver.current(self.library.device.handle) if self._driver else nullcontext():
                 if logit_rows is None and plan.num_rows == plan.num_sequences:
-                    results = self._decode(ids, plan)
+                    wanted, results = plan.num_rows, self._decode(ids, draws, plan)
                 else:
                     if logit_rows is None:
                         logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
-                    results = self._prefill(ids, logit_rows, plan)
-                found = self._likeliest(*results) if likeliest else self._logits(results[0])
+                    wanted, results = len(logit_rows), self._prefill(ids, logit_rows, draws, plan)
+                found = self._fetcher.fetch(results, wanted, range(wanted) if hosted is None else hosted)
         except BaseException:
             plan.abort()
             raise
@@ -140,57 +183,43 @@ class LoadedModel:
         self.faults += self._steps.faults()
         return found
 
-    def _prefill(self, ids: Any, logit_rows: list[int], plan: StepPlan) -> tuple[Any, Any]:
-        """Run a planned step of any shape: its logits ``[1, len(logit_rows), V]`` and likeliest tokens."""
-        if self._graphs:
-            self._graphs.make_room(self._most_bytes(plan.num_rows, len(logit_rows)))
-        step = self._steps.prefill(ids, logit_rows)
+    def _prefill(self, ids: Any, logit_rows: list[int], draws: np.ndarray | None, plan: StepPlan) -> Results:
+        """Run a planned step of any shape."""
+        step = self._steps.prefill(ids, logit_rows, draws)
         function = self.library.step_function("prefill", plan.num_rows)
-        logits = function(step.ids, step.wanted, *self._arguments(step))[0]
-        return logits, self._find(logits)
+        self._make_room(function, step.wanted.shape[0])
+        return self._results(function(step.ids, step.wanted, *self._arguments(step))[0], step)
 
-    def _decode(self, ids: Any, plan: StepPlan) -> tuple[Any, Any]:
-        """Run a planned step of one row a sequence: its logits ``[sequences, 1, V]`` and likeliest tokens."""
-        step = self._steps.decode(ids)
+    def _decode(self, ids: Any, draws: np.ndarray | None, plan: StepPlan) -> Results:
+        """Run a planned step of one row a sequence."""
+        step = self._steps.decode(ids, draws)
         function = self.library.step_function("decode", plan.num_rows)
 
-        if self._graphs and step.key not in self._graphs:
-            self._graphs.make_room(self._most_bytes(plan.num_rows, plan.num_rows))
+        def run() -> Results:
+            return self._results(function(step.ids, *self._arguments(step))[0], step)
 
-        def run() -> tuple[Any, Any]:
-            logits = function(step.ids, *self._arguments(step))[0]
-            return logits, self._find(logits)
+        if self._graphs is None:
+            return run()
+        self._make_room(function)
+        return self._graphs.run(step.key, run)
 
-        return self._graphs.run(step.key, run) if self._graphs else run()
+    def _make_room(self, function: Any, logit_rows: int = 0) -> None:
+        """See that no graph is left when the first step of a kind takes memory that the device has not."""
+        kind = (function, logit_rows)
+        if self._graphs is None or kind in self._known:
+            return
+        most = self.metadata.step_bytes + logit_bytes(self.metadata.model, logit_rows)
+        if self._graphs.make_room(most):
+            self._known.clear()
+        self._known.add(kind)
 
-    def _most_bytes(self, rows: int, logit_rows: int) -> int:
-        """More than a step allocates between its kernels: every kind of row twice, in float32."""
-        model = self.metadata.model
-        heads = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
-        width = 4 * model.hidden_size + 3 * model.intermediate_size + 2 * heads
-        return 8 * (rows * width + logit_rows * model.vocab_size)
-
-    def _find(self, logits: Any) -> Any:
-        """The likeliest tokens of the rows, on the device; None where the host looks itself."""
-        if self.library.likeliest is None:
-            return None
+    def _results(self, logits: Any, step: StepTensors) -> Results:
+        """The results of a step that ran, with the tokens that the device draws."""
         rows, width = logits.shape[0] * logits.shape[1], logits.shape[2]
-        return self.library.likeliest(logits._create_view((rows, 1, width)))
-
-    def _logits(self, logits: Any) -> np.ndarray:
-        """The rows of logits on the host."""
-        return self.library.host_array(logits).reshape(-1, logits.shape[2])
-
-    def _likeliest(self, logits: Any, found: Any) -> np.ndarray:
-        """The likeliest tokens on the host."""
-        if found is None or self._driver is None or self._ids is None:
-            rows = self._logits(logits)
-            return np.where(np.isfinite(rows).all(axis=1), rows.argmax(axis=1), -1).astype(np.int32)
-        count = found.shape[0]
-        self._driver.copy_to_host(self._ids[:count], found.data_ptr())
-        self._steps.fetch_faults()
-        self._driver.synchronize()
-        return self._ids[:count].copy()
+        tokens = None
+        if self.library.draw is not None:
+            tokens = self.library.draw(logits._create_view((rows, 1, width)), step.draws)
+        return self._fetcher.keep(logits, tokens)
 
     def _arguments(self, step: StepTensors) -> tuple[Any, ...]:
         """What ``prefill`` and ``decode`` take after the ids."""

@@ -12,6 +12,9 @@ from kvq.config import ModelConfig
 from kvq.errors import KvqError, LibraryError
 from kvq.layout import KVLayout
 
+#: Functions that find tokens on the device: any draw, or the likeliest tokens alone.
+DRAW, LIKELIEST = "draw", "likeliest"
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -61,6 +64,8 @@ class Metadata:
     context_window_size: int
     prefill_chunk_size: int
     max_batch_size: int
+    step_bytes: int
+    token_function: str | None
     raw_params: tuple[TensorSpec, ...]
     params: tuple[ParamSpec, ...]
 
@@ -87,7 +92,13 @@ class Metadata:
         try:
             data = json.loads(text)
             copied = ("kvq_version", "tvm_version", "model_type", "quantization", "kv_quantization", "opt")
-            limits = ("context_window_size", "prefill_chunk_size", "max_batch_size")
+            limits = (
+                "context_window_size",
+                "prefill_chunk_size",
+                "max_batch_size",
+                "step_bytes",
+                "token_function",
+            )
             return cls(
                 **{name: data[name] for name in (*copied, *limits, "target")},
                 cpu_features=tuple(data["cpu_features"]),

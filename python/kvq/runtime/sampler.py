@@ -2,6 +2,10 @@
 
 A draw depends on the logits and on (seed, choice, position) alone, never on what ran before it or
 beside it: the same request gives the same tokens alone, in a batch, or after a restart half-way.
+
+A token's weight is ``exp((logit - largest) / temperature)`` in float32, its *mass* the weight in whole units
+of 2^-41. Sums of masses are exact, so a device that adds them up in another order draws the same token from
+the same weights (``schedules/cuda/draw.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvq.errors import ConfigError
+from kvq.runtime.philox import uniform
 
+#: Units of mass of the likeliest token: 2 to this power.
+MASS_BITS = 41
+#: int32 that tell a device how to draw a token: temperature, top_k, top_p, min_p (float32 but top_k), the low
+#: and high half of the seed, choice, position. All zeros ask for the likeliest token.
+DRAW_FIELDS = 8
 #: Candidates that are sorted first; nearly always they hold all of top-p.
 _FIRST_CANDIDATES = (256, 4096)
 #: Temperatures below this are greedy: dividing by them would overflow float32.
@@ -70,13 +80,17 @@ class SamplingParams:
                 raise ConfigError(f"{name} {getattr(self, name)} is not possible: it must be {wanted}")
 
     @property
-    def takes_likeliest(self) -> bool:
-        """Whether the token is the likeliest of the logits as they are, and nothing else is asked."""
+    def is_greedy(self) -> bool:
+        """Whether the token is the likeliest."""
+        return self.temperature < _GREEDY_TEMPERATURE
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is asked than a token drawn from the logits as they are."""
         return (
-            self.temperature < _GREEDY_TEMPERATURE
-            and self.repetition_penalty == 1
-            and not (self.presence_penalty or self.frequency_penalty or self.logit_bias)
-            and self.top_logprobs is None
+            self.repetition_penalty != 1
+            or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+            or self.top_logprobs is not None
         )
 
 
@@ -124,8 +138,18 @@ class Sampler:
         self._counts: Counter[int] = Counter()
         self._prompt = set(prompt) if params.repetition_penalty != 1 else set()
         seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
-        self._key = np.array([seed % 2**64, choice], np.uint64)
+        self._seed, self._choice = seed % 2**64, choice
         check_bias(params, vocab_size)
+
+    def device_draw(self, position: int) -> np.ndarray:
+        """How a device draws the token that stands at ``position``, int32 ``[DRAW_FIELDS]``."""
+        p = self.params
+        fields = np.zeros(DRAW_FIELDS, np.uint32)
+        if not p.is_greedy:
+            fields[[0, 2, 3]] = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.uint32)
+            fields[1] = min(p.top_k, self._vocab_size)
+            fields[4:] = self._seed % 2**32, self._seed >> 32, self._choice, position
+        return fields.view(np.int32)
 
     def sample(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> SampledToken:
         """Draw the token that stands at ``position`` of the sequence.
@@ -141,10 +165,7 @@ class Sampler:
         changed = self._penalized(logits)
         if allowed is not None:
             changed = np.where(allowed[: self._vocab_size], changed, np.float32("-inf"))
-        if self.params.temperature < _GREEDY_TEMPERATURE:
-            token = int(changed.argmax())
-        else:
-            token = self._draw(changed, position)
+        token = int(changed.argmax()) if self.params.is_greedy else self._draw(changed, position)
         self._counts[token] += 1
         if self.params.top_logprobs is None:
             return SampledToken(token)
@@ -168,43 +189,9 @@ class Sampler:
         return out
 
     def _draw(self, logits: np.ndarray, position: int) -> int:
-        p = self.params
-        scaled = (logits - logits.max()) / np.float32(p.temperature)
+        scaled = (logits - logits.max()) / np.float32(self.params.temperature)
         weights = np.exp(scaled, dtype=np.float32)
-        total = float(weights.sum(dtype=np.float64))
-        ids = self._candidates(weights, total)
-        kept = (weights if ids is None else weights[ids]).astype(np.float64)
-        end = len(kept) if not p.top_k else min(p.top_k, len(kept))
-        if p.min_p:
-            end = min(end, int(np.searchsorted(-kept, -p.min_p * kept[0], side="right")))
-        cumulative = np.cumsum(kept[:end])
-        if p.top_p < 1:
-            end = min(end, int(np.searchsorted(cumulative, p.top_p * total)) + 1)
-        bits = np.random.Philox(key=self._key, counter=[position, 0, 0, 0])
-        point = np.random.Generator(bits).random() * cumulative[end - 1]
-        drawn = min(end - 1, int(np.searchsorted(cumulative[:end], point, side="right")))
-        return drawn if ids is None else int(ids[drawn])
-
-    def _candidates(self, weights: np.ndarray, total: float) -> np.ndarray | None:
-        """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice.
-
-        None where nothing is cut off: then all of them as they stand, since order is of no use.
-        """
-        p = self.params
-        if p.top_p == 1 and not p.min_p and not p.top_k:
-            return None
-        for count in _FIRST_CANDIDATES:
-            if len(weights) <= count:
-                break
-            first = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
-            first = first[np.argsort(-weights[first], kind="stable")]
-            if (
-                0 < p.top_k <= count
-                or weights[first].sum(dtype=np.float64) >= p.top_p * total
-                or weights[first[-1]] < p.min_p * weights[first[0]]
-            ):
-                return first
-        return np.argsort(-weights, kind="stable")
+        return draw(weights, self.params, uniform(self._seed, self._choice, position))
 
     @staticmethod
     def _with_logprobs(token: int, logits: np.ndarray, count: int) -> SampledToken:
@@ -218,3 +205,52 @@ class Sampler:
         return SampledToken(
             token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in likeliest)
         )
+
+
+def draw(weights: np.ndarray, params: SamplingParams, point: float) -> int:
+    """Draw an id, each with the probability of its mass among those that the limits keep.
+
+    Parameters
+    ----------
+    weights : numpy.ndarray
+        float32 ``[V]``, the largest 1.
+    point : float
+        At least 0, below 1: how much of the kept mass, in the order of ids, lies before the token.
+    """
+    masses = (weights * np.float32(2**MASS_BITS)).astype(np.int64)
+    kept = _kept(weights, masses, params)
+    cumulative = np.cumsum(masses if kept is None else masses[kept])
+    before = min(int(point * float(cumulative[-1])), int(cumulative[-1]) - 1)
+    drawn = int(np.searchsorted(cumulative, before, side="right"))
+    return drawn if kept is None else int(kept[drawn])
+
+
+def _kept(weights: np.ndarray, masses: np.ndarray, params: SamplingParams) -> np.ndarray | None:
+    """Ids that may be drawn, rising; None: all."""
+    p = params
+    if p.top_p == 1 and not p.min_p and not p.top_k:
+        return None
+    # as float32, like on a device
+    enough = min(int(np.ceil(float(np.float32(p.top_p)) * float(masses.sum()))), int(masses.sum()))
+    ids = _candidates(weights, masses, enough, p)
+    end = len(ids) if not p.top_k else min(p.top_k, len(ids))
+    end = min(end, int(np.searchsorted(-weights[ids], -np.float32(p.min_p), side="right")))
+    if p.top_p < 1:
+        end = min(end, int(np.searchsorted(np.cumsum(masses[ids[:end]]), enough)) + 1)
+    return np.sort(ids[:end])
+
+
+def _candidates(weights: np.ndarray, masses: np.ndarray, enough: int, params: SamplingParams) -> np.ndarray:
+    """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice."""
+    for count in _FIRST_CANDIDATES:
+        if len(weights) <= count:
+            break
+        first = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
+        first = first[np.argsort(-weights[first], kind="stable")]
+        if (
+            0 < params.top_k <= count
+            or (params.top_p < 1 and masses[first].sum() >= enough)
+            or weights[first[-1]] < params.min_p
+        ):
+            return first
+    return np.argsort(-weights, kind="stable")

@@ -12,7 +12,7 @@ from kvq.runtime.cuda_driver import CudaDriver
 
 logger = logging.getLogger("kvq")
 
-#: Graphs that are kept, the latest used ones. Each holds the logits of its step.
+#: Graphs that are kept, the latest used ones.
 MAX_GRAPHS = 32
 
 
@@ -60,13 +60,15 @@ class StepGraphs:
         self._driver.launch(executable)
         return results
 
-    def make_room(self, num_bytes: int) -> None:
-        """Forget all graphs unless the device has ``num_bytes``, which a step may allocate."""
-        if self._graphs and self._driver.memory()[0] < num_bytes:
-            self._driver.synchronize()
-            while self._graphs:
-                self._driver.free_graph(self._graphs.popitem()[1][0])
-            self._seen.clear()
+    def make_room(self, num_bytes: int) -> bool:
+        """Forget all graphs unless the device has ``num_bytes``, which a step may take; whether it did."""
+        if not self._graphs or self._driver.memory()[0] >= num_bytes:
+            return False
+        self._driver.synchronize()
+        while self._graphs:
+            self._driver.free_graph(self._graphs.popitem()[1][0])
+        self._seen.clear()
+        return True
 
     def _record(self, key: Hashable, work: Callable[[], Any]) -> tuple[Any, Any]:
         results: list[Any] = []

@@ -14,11 +14,13 @@ import numpy as np
 import tvm
 import tvm_ffi
 
+from kvq.runtime.cache_shape import logit_room
 from kvq.runtime.cuda_driver import CudaDriver
 from kvq.runtime.decode_plan import DecodeDevice, plan_decode
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
 from kvq.runtime.metadata import Metadata
+from kvq.runtime.sampler import DRAW_FIELDS
 from kvq.runtime.step_plan import StepPlan, aligned_zeros
 
 #: Row counts whose tensor views are kept; the counts of prefill's last chunks are many and cheap.
@@ -34,6 +36,8 @@ class StepTensors(NamedTuple):
     ----------
     ids, wanted
         Token ids ``int32[1, n]`` or ``[n, 1]``, and the rows whose logits are wanted (prefill only).
+    draws
+        How the tokens of these rows are drawn, ``int32[rows, DRAW_FIELDS]``; None on the CPU.
     faults, positions, slots
         ``kv_faults``, ``positions`` and ``append_slots`` of ``docs/design.md``.
     lists : tuple
@@ -44,6 +48,7 @@ class StepTensors(NamedTuple):
 
     ids: Any
     wanted: Any
+    draws: Any
     faults: Any
     positions: Any
     slots: Any
@@ -54,11 +59,13 @@ class StepTensors(NamedTuple):
 class StepMaker(Protocol):
     """Makes the tensors of one step after another."""
 
-    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+    def prefill(
+        self, ids: Sequence[int], logit_rows: Sequence[int], draws: np.ndarray | None = None
+    ) -> StepTensors:
         """Tensors of the planned step, for the library's ``prefill``."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> StepTensors:
+    def decode(self, ids: Sequence[int], draws: np.ndarray | None = None) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
         ...
 
@@ -98,17 +105,19 @@ class HostSteps:
             )
         )
 
-    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+    def prefill(
+        self, ids: Sequence[int], logit_rows: Sequence[int], draws: np.ndarray | None = None
+    ) -> StepTensors:
         """Tensors of the planned step, for the library's ``prefill``."""
         row_ids, _, positions, slots = self._rows(ids)
         self._logit_rows[: len(logit_rows)] = logit_rows
         wanted = tvm_ffi.from_dlpack(self._logit_rows[: len(logit_rows)])
-        return StepTensors(row_ids, wanted, self._faults, positions, slots, self._lists)
+        return StepTensors(row_ids, wanted, None, self._faults, positions, slots, self._lists)
 
-    def decode(self, ids: Sequence[int]) -> StepTensors:
+    def decode(self, ids: Sequence[int], draws: np.ndarray | None = None) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
         _, column_ids, positions, slots = self._rows(ids)
-        return StepTensors(column_ids, None, self._faults, positions, slots, self._lists)
+        return StepTensors(column_ids, None, None, self._faults, positions, slots, self._lists)
 
     def faults(self) -> np.ndarray:
         """NaNs replaced and values saturated by the step that ran."""
@@ -155,7 +164,8 @@ class DeviceSteps:
             heads = metadata.model.num_attention_heads
             self._decode = DecodeDevice.of(metadata.layout, heads, blocks, spec.warps)
         arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
-        room = sum(array.size for array in arrays) + 6 * plan.max_rows + 16 * _ALIGNMENT
+        room = sum(array.size for array in arrays) + 5 * plan.max_rows + 16 * _ALIGNMENT
+        room += (1 + DRAW_FIELDS) * logit_room(plan.max_rows)
         if metadata.decode:
             room += metadata.decode.task_fields * (plan.max_rows + metadata.scratch_slots + _ALIGNMENT)
         self._staging = driver.pinned_zeros(room) if driver else aligned_zeros((room,), np.int32)
@@ -165,14 +175,19 @@ class DeviceSteps:
         self._faults: Any = None
         self._on_its_way = False
 
-    def prefill(self, ids: Sequence[int], logit_rows: Sequence[int]) -> StepTensors:
+    def prefill(
+        self, ids: Sequence[int], logit_rows: Sequence[int], draws: np.ndarray | None = None
+    ) -> StepTensors:
         """Tensors of the planned step, for the library's ``prefill``."""
-        row_ids, wanted, faults, *rest = self._upload(
-            self._tasks(), np.asarray(ids, np.int32)[None], np.asarray(logit_rows, np.int32)
+        # whole rooms, so that sizes repeat: the last row is wanted again
+        room = logit_room(len(logit_rows))
+        rows = np.asarray([*logit_rows, *[logit_rows[-1]] * (room - len(logit_rows))], np.int32)
+        row_ids, wanted, drawn, faults, *rest = self._upload(
+            self._tasks(), np.asarray(ids, np.int32)[None], rows, _fields(draws, room)
         )
-        return StepTensors(row_ids, wanted, faults, rest[0], rest[1], tuple(rest[2:]))
+        return StepTensors(row_ids, wanted, drawn, faults, rest[0], rest[1], tuple(rest[2:]))
 
-    def decode(self, ids: Sequence[int]) -> StepTensors:
+    def decode(self, ids: Sequence[int], draws: np.ndarray | None = None) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
         tasks = self._tasks() if self._decode is None else self._decode_tasks(self._decode)
         key: tuple[int, ...] = ()
@@ -184,8 +199,10 @@ class DeviceSteps:
                 _aligned(len(tasks)),
                 *(self._room(n) for n in (seals, carries, merges)),
             )
-        column_ids, faults, *rest = self._upload(tasks, np.asarray(ids, np.int32)[:, None], room=key[1:])
-        return StepTensors(column_ids, None, faults, rest[0], rest[1], tuple(rest[2:]), key)
+        column_ids, drawn, faults, *rest = self._upload(
+            tasks, np.asarray(ids, np.int32)[:, None], _fields(draws, self.plan.num_rows), room=key[1:]
+        )
+        return StepTensors(column_ids, None, drawn, faults, rest[0], rest[1], tuple(rest[2:]), key)
 
     def _room(self, count: int) -> int:
         """Entries of a list of which a decode step has ``count``: one, or as many as there are rows."""
@@ -269,6 +286,14 @@ class DeviceSteps:
         if view is None:
             view = self._views[start, shape] = Int32View(self._buffer, start, shape)
         return view.tensor
+
+
+def _fields(draws: np.ndarray | None, rows: int) -> np.ndarray:
+    """Draws for so many rows; those that are not said are of the likeliest token."""
+    fields = np.zeros((rows, DRAW_FIELDS), np.int32)
+    if draws is not None:
+        fields[: len(draws)] = draws
+    return fields
 
 
 def _padded(tasks: np.ndarray, length: int) -> np.ndarray:

@@ -212,8 +212,12 @@ class Kernels(Protocol):
         """Multiply each row, or each of its ``top_k`` inputs, by the matrices of its experts."""
         ...
 
+    def draw(self, vocab: int, drawable: int) -> tirx.PrimFunc | None:
+        """A draw from the first ``drawable`` ids of each row (:mod:`kvq.runtime.sampler`); None: not here."""
+        ...
+
     def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc | None:
-        """The likeliest of the first ``drawable`` ids of each row; None where the host looks itself."""
+        """The likeliest of the first ``drawable`` ids of each row; None: :meth:`draw` or the host looks."""
         ...
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:

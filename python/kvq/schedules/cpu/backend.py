@@ -132,6 +132,9 @@ class CpuKernels:
     ) -> tirx.PrimFunc:
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.isa)
 
+    def draw(self, vocab: int, drawable: int) -> None:
+        return None
+
     def likeliest(self, vocab: int, drawable: int) -> None:
         return None
 

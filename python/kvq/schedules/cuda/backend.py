@@ -15,10 +15,10 @@ from kvq.schedules.gpu import experts
 from kvq.schedules.gpu.limits import GpuLimits
 
 from . import (
+    draw,
     kv_append,
     kv_carry,
     kv_seal,
-    likeliest,
     linear,
     linear_few,
     linear_tiles,
@@ -185,8 +185,11 @@ class CudaKernels:
     ) -> tirx.PrimFunc:
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, _EXPERTS)
 
-    def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
-        return likeliest.likeliest(vocab, drawable)
+    def draw(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+        return draw.draw(vocab, drawable)
+
+    def likeliest(self, vocab: int, drawable: int) -> None:
+        return None  # draw finds them too
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)

@@ -127,6 +127,9 @@ class GpuKernels:
         self._check_storage(storage)
         return expert_linear(n, k, num_experts, top_k, shared, storage, self.limits)
 
+    def draw(self, vocab: int, drawable: int) -> None:
+        return None
+
     def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
         from .likeliest import likeliest
 
