@@ -75,6 +75,13 @@ def local(shape: tuple[int, ...], dtype: str):
     return T.alloc_buffer(shape, dtype, scope="local")
 
 
+def held(value):
+    """An int32 kept in a register: where it is used, passes would put the whole expression instead."""
+    register = local((1,), "int32")
+    put(register, value, 0)
+    return T.bind(register[0])
+
+
 def for_threads(count: int, thread, threads: int, body):
     """Emit ``body(i)`` for every ``i`` below ``count`` (static), dealt to the workgroup's threads."""
     if count == threads:

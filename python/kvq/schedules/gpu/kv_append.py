@@ -12,6 +12,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
+from kvq.schedules.cache_arguments import append_arguments
 
 from .block import ATTRIBUTES, add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
 from .hadamard import rotate
@@ -74,9 +75,7 @@ def kv_append(
 ) -> tirx.PrimFunc:
     """Build the kernel.
 
-    Arguments of the kernel: qkv ``dtype[n, Hq + 2 H, D]``, rope ``float32[n, rotary_dim]``, append_slots
-    ``int32[n]``, layer, then kv_open, kv_workspace and kv_faults (written in place), and q
-    ``float32[n, Hq, D]``.
+    Arguments of the kernel: :func:`kvq.schedules.cache_arguments.append_arguments`.
     """
     kv_heads, dim, page = layout.num_kv_heads, layout.head_dim, layout.page_size
     threads = min(_THREADS, limits.threads)
@@ -86,33 +85,23 @@ def kv_append(
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        names = ("n", "num_open", "num_workspace", "fault_rows")
-        n, num_open, num_workspace, fault_rows = (IRBuilder.name(name, T.int64()) for name in names)
-        qkv = builder.arg("qkv", T.Buffer((n, num_heads + 2 * kv_heads, dim), dtype))
-        # a table is passed even where no position is encoded
-        rope = builder.arg("rope", T.Buffer((n, max(rotary_dim, 2)), "float32"))
-        slots = builder.arg("slots", T.Buffer((n,), "int32"))
-        layer = builder.arg("layer", T.int64())
-        kv_open = builder.arg("kv_open", T.Buffer(layout.open_shape(num_open), layout.row_dtype))
-        shape = layout.workspace_shape(num_workspace)
-        kv_workspace = builder.arg("kv_workspace", T.Buffer(shape, layout.row_dtype))
-        faults = builder.arg("faults", T.Buffer((fault_rows, 2), "int32"))
-        q = builder.arg("q", T.Buffer((n, num_heads, dim), "float32"))
-        with launch([1 + query_groups, T.cast(n, "int32")], threads) as (part_of_row, row, thread):
-            line = _Row(layout, rotary_dim, threads, thread, (row, qkv, rope))
+        a = append_arguments(layout, num_heads, rotary_dim, dtype)
+        num_open = T.cast(a.num_open, "int32")
+        with launch([1 + query_groups, T.cast(a.n, "int32")], threads) as (part_of_row, row, thread):
+            line = _Row(layout, rotary_dim, threads, thread, (row, a.qkv, a.rope))
             values = shared((value_heads * dim,), "float32")
             sums = shared((2, threads), "int32")
             count = local((2,), "int32")
 
             def store(value, head, part: int, channel):
-                at = T.bind(T.shift_right(slots[row], page.bit_length() - 1))
-                token = T.bind(T.bitwise_and(slots[row], page - 1))
+                at = T.bind(T.shift_right(a.slots[row], page.bit_length() - 1))
+                token = T.bind(T.bitwise_and(a.slots[row], page - 1))
                 place = T.bind(token * dim + channel if part else channel * page + token)
-                with T.If(at < T.cast(num_open, "int32")):
+                with T.If(at < num_open):
                     with T.Then():
-                        put(kv_open, value, at, layer, head, part, place)
+                        put(a.kv_open, value, at, a.layer, head, part, place)
                     with T.Else():
-                        put(kv_workspace, value, at - T.cast(num_open, "int32"), head, part, place)
+                        put(a.workspace, value, at - num_open, head, part, place)
 
             def key(i):
                 head, channel = line.split(i)
@@ -145,14 +134,14 @@ def kv_append(
                 for i in range(2):
                     put(sums, count[i], i, thread)
                 reduce_lanes(add, sums, 2, thread, threads)
-                when(thread < 2, lambda: put(faults, faults[row, thread] + sums[thread, 0], row, thread))
+                when(thread < 2, lambda: put(a.faults, a.faults[row, thread] + sums[thread, 0], row, thread))
 
             def query(i):
                 head, channel = line.split(i)
                 head = T.bind(head + (part_of_row - 1) * at_once)
 
                 def one():
-                    put(q, line.rotated(head, channel) * T.float32(sm_scale), row, head, channel)
+                    put(a.q, line.rotated(head, channel) * T.float32(sm_scale), row, head, channel)
 
                 when(head < num_heads, one)
 
