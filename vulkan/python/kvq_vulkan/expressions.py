@@ -105,10 +105,11 @@ class Expressions:
         module.do(Op.BRANCH_CONDITIONAL, condition, *labels)
         results, ends = [], []
         for label, body in zip(labels, (then, otherwise), strict=True):
-            module.begin_block(label)
-            results.append(body())
-            ends.append(module.block)
-            module.do(Op.BRANCH, merge)
+            with module.branch():
+                module.begin_block(label)
+                results.append(body())
+                ends.append(module.block)
+                module.do(Op.BRANCH, merge)
         module.begin_block(merge)
         type_id = self.arithmetic.type_id(scalar)
         return [module.emit(Op.PHI, type_id, a, ends[0], b, ends[1]) for a, b in zip(*results, strict=True)]

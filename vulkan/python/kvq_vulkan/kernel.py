@@ -202,7 +202,8 @@ class _Translation:
         module.do(Op.BRANCH_CONDITIONAL, self.arithmetic.binary("LT", scalar, counter, end), body, merge)
         module.begin_block(body)
         self.expressions.variables[stmt.loop_var] = [counter]
-        self._statement(stmt.body)
+        with module.branch():
+            self._statement(stmt.body)
         module.do(Op.BRANCH, step)
         module.begin_block(step)
         one = self.scalar(stmt.step) if stmt.step is not None else self.arithmetic.constant(scalar, 1)
@@ -218,9 +219,10 @@ class _Translation:
         module.do(Op.LOOP_MERGE, merge, step, 0)
         module.do(Op.BRANCH, test)
         module.begin_block(test)
-        module.do(Op.BRANCH_CONDITIONAL, self.scalar(stmt.condition), body, merge)
-        module.begin_block(body)
-        self._statement(stmt.body)
+        with module.branch():
+            module.do(Op.BRANCH_CONDITIONAL, self.scalar(stmt.condition), body, merge)
+            module.begin_block(body)
+            self._statement(stmt.body)
         module.do(Op.BRANCH, step)
         module.begin_block(step)
         module.do(Op.BRANCH, header)
@@ -236,7 +238,8 @@ class _Translation:
         for label, case in ((then, stmt.then_case), (otherwise, stmt.else_case)):
             if case is not None:
                 module.begin_block(label)
-                self._statement(case)
+                with module.branch():
+                    self._statement(case)
                 module.do(Op.BRANCH, merge)
         module.begin_block(merge)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from .numbers import (
     MAGIC,
@@ -17,6 +19,15 @@ from .numbers import (
     StorageClass,
 )
 
+#: Instructions whose result depends on more than their operands.
+_IMPURE = {
+    Op.LOAD,
+    Op.PHI,
+    Op.GROUP_NON_UNIFORM_SHUFFLE,
+    Op.GROUP_NON_UNIFORM_SHUFFLE_XOR,
+    Op.GROUP_NON_UNIFORM_SHUFFLE_UP,
+    Op.GROUP_NON_UNIFORM_SHUFFLE_DOWN,
+}
 _LOGICAL_ADDRESSING, _GLSL450_MEMORY = 0, 1
 _GL_COMPUTE = 5
 
@@ -49,6 +60,7 @@ class ModuleBuilder:
         self._locals: list[int] = []
         self._body: list[int] = []
         self._known: dict[tuple[int, ...], int] = {}
+        self._computed: ChainMap[tuple[int, ...], int] = ChainMap()
         self._interface: list[int] = []
         self._glsl = self.new_id()
         self._entry = self.block = self.new_id()
@@ -167,8 +179,11 @@ class ModuleBuilder:
     # The body
 
     def emit(self, op: Op, type_id: int, *operands: int) -> int:
-        """Append an instruction that has a result; its id."""
-        result = self.new_id()
+        """Append an instruction that has a result; its id. What was computed before is not computed again."""
+        key = (op, type_id, *operands)
+        if op not in _IMPURE and key in self._computed:
+            return self._computed[key]
+        result = self._computed[key] = self.new_id()
         _append(self._body, op, type_id, result, *operands)
         return result
 
@@ -179,6 +194,13 @@ class ModuleBuilder:
     def do(self, op: Op, *operands: int) -> None:
         """Append an instruction without a result."""
         _append(self._body, op, *operands)
+
+    @contextmanager
+    def branch(self) -> Iterator[None]:
+        """Blocks that may not run: what they compute is not known behind them."""
+        self._computed = self._computed.new_child()
+        yield
+        self._computed = self._computed.parents
 
     def begin_block(self, label: int) -> None:
         """Start the basic block ``label``; the one before must have ended."""
