@@ -1,11 +1,12 @@
 """Users of a model's shape with random weights in a memory budget on a GPU: who runs at once, and how fast.
 
     python scripts/bench_shape.py compile llama-2-70b DIRECTORY --kv int4,int3,none --context 4096
-    python scripts/bench_users.py DIRECTORY/*.so --memory 48GB --requests 20 --prompt 2000 --tokens 100
+    python scripts/bench_users.py DIRECTORY/LIBRARY.so --memory 48GB --requests 20 --prompt 2000 --tokens 100
 
-Every request has a prompt of its own. The plan, the scheduler and the steps are those of the server, without
-HTTP. Prints one line of JSON a library: requests at once, seconds, tokens, and the memory that the driver
-counts.
+Every request has a prompt of its own, half of them draw with top-p. The plan, the scheduler and the steps are
+those of the server, without HTTP. Then prompts of many lengths follow, one after another (``--mix``), and the
+first ones come again: their prefixes are still there. Prints a line of JSON: requests at once, seconds,
+tokens, and the memory that the driver counts, context and code included.
 """
 
 from __future__ import annotations
@@ -32,19 +33,21 @@ class NoText:
 
 
 def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the requests on one library."""
+    """Run the requests on the library."""
     from kvq.engine.core import EngineCore
     from kvq.engine.request import Request
     from kvq.memory import fit_cache, parse_size
-    from kvq.runtime.cuda_driver import CudaDriver
+    from kvq.runtime.gpu_memory import GpuMemory
     from kvq.runtime.library import Library
     from kvq.runtime.loaded_model import LoadedModel
     from kvq.runtime.random_params import random_params
     from kvq.runtime.sampler import SamplingParams
 
+    memory = GpuMemory()
+    before = memory.used
     library = Library.load(path, "cuda")
-    driver = CudaDriver()
-    free = driver.memory()[0]
+    library.device.synchronize()
+    context = memory.used - before
     meta = library.metadata
     shape, plan = fit_cache(
         meta.model,
@@ -55,9 +58,14 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         max_batch_size=meta.max_batch_size,
         mode="server",
         budget=parse_size(args.memory),
+        max_num_sequence=args.users,
         scratch_slots=meta.scratch_slots,
+        step_bytes=meta.step_bytes,
+        device_bytes=memory.overhead(before),
     )
-    model = LoadedModel(library, random_params(library), shape, meta.prefill_chunk_size)
+    params = random_params(library)
+    weights = memory.used - before
+    model = LoadedModel(library, params, shape, meta.prefill_chunk_size)
     core = EngineCore(
         model,
         NoText,
@@ -66,46 +74,72 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
         vocab_size=meta.model.vocab_size,
     )
     rng = np.random.default_rng(0)
-    greedy = SamplingParams(temperature=0.0)
-    for _ in range(args.requests):
-        prompt = rng.integers(0, meta.model.vocab_size, args.prompt).tolist()
-        core.add(Request(prompt, greedy, max_tokens=args.tokens))
-    started = time.perf_counter()
-    first: dict[int, float] = {}
-    tokens: dict[int, int] = {}
-    ended: dict[int, str] = {}
-    loaded = most = free - driver.memory()[0]
-    at_once = 0
-    while core.has_work:
-        for index, piece in core.step():
-            first.setdefault(index, time.perf_counter() - started)
-            tokens[index] = tokens.get(index, 0) + 1
-            if piece.finish_reason:
-                ended[index] = piece.finish_reason
-        most = max(most, free - driver.memory()[0])
-        at_once = max(at_once, core.stats().running)
-    seconds = time.perf_counter() - started
+    vocab = meta.model.vocab_size
+    loaded = most = memory.used - before
+
+    def run(prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        """Run requests to their ends; figures of them."""
+        nonlocal most
+        started = time.perf_counter()
+        first: dict[int, float] = {}
+        drawn: dict[int, int] = {}
+        ended: dict[int, str] = {}
+        at_once = 0
+        for at, prompt in enumerate(prompts):
+            sampling = SamplingParams(seed=at, top_p=0.9) if at % 2 else SamplingParams(temperature=0.0)
+            core.add(Request(prompt, sampling, max_tokens=tokens))
+        steps = []
+        while core.has_work:
+            begun = time.perf_counter()
+            for index, piece in core.step():
+                first.setdefault(index, time.perf_counter() - started)
+                drawn[index] = drawn.get(index, 0) + 1
+                if piece.finish_reason:
+                    ended[index] = piece.finish_reason
+            steps.append(time.perf_counter() - begun)
+            most = max(most, memory.used - before)
+            at_once = max(at_once, core.stats().running)
+        seconds = time.perf_counter() - started
+        return {
+            "at_once": at_once,
+            "ends": sorted(set(ended.values())),
+            "seconds": round(seconds, 2),
+            "tokens_per_second": round(sum(drawn.values()) / seconds, 1),
+            "first_token_seconds_median": round(float(np.median(list(first.values()))), 2),
+            "first_token_seconds_last": round(max(first.values()), 2),
+            "step_ms_median": round(float(np.median(steps)) * 1e3, 2),
+        }
+
+    prompts = [rng.integers(0, vocab, args.prompt).tolist() for _ in range(args.requests)]
+    figures = run(prompts, args.tokens)
     stats = core.stats()
     page = meta.layout.page_size
+    after_first = memory.used - before
+    lengths = rng.integers(1, args.prompt, args.mix).tolist()
+    mix = run([rng.integers(0, vocab, length).tolist() for length in lengths], 3) if args.mix else {}
+    hits = core.stats().hit_tokens
+    again = run(prompts[-2:], 2)
     return {
         "library": path.stem,
         "kv": meta.kv_quantization,
         "requests": args.requests,
-        "at_once": at_once,
+        **figures,
         "most_at_once": stats.max_running,
-        "ends": sorted(set(ended.values())),
-        "failed": stats.failed,
+        "failed": core.stats().failed,
         "preemptions": stats.preemptions,
-        "seconds": round(seconds, 2),
-        "tokens_per_second": round(sum(tokens.values()) / seconds, 1),
-        "first_token_seconds_median": round(float(np.median(list(first.values()))), 2),
-        "first_token_seconds_last": round(max(first.values()), 2),
         "pool_tokens": shape.num_pages * page,
         "pool_tokens_beside": shape.num_pages * page - stats.peak_pages * page,
-        "plan_bytes": plan.total_bytes,
-        "activation_bytes": plan.activation_bytes,
-        "driver_bytes_loaded": loaded,
-        "driver_bytes_most": most,
+        "mix_seconds": mix.get("seconds"),
+        "again_hit_tokens": core.stats().hit_tokens - hits,
+        "again_first_token_seconds": again["first_token_seconds_last"],
+        "plan": plan.to_dict(),
+        "driver_bytes": {
+            "context": context,
+            "weights": weights,
+            "loaded": loaded,
+            "after_first": after_first,
+            "most": most,
+        },
     }
 
 
@@ -114,14 +148,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("libraries", type=Path, nargs="+")
+    parser.add_argument("library", type=Path)
     parser.add_argument("--memory", default="48GB")
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--users", type=int, help="--max-num-sequence of the server")
+    parser.add_argument("--mix", type=int, default=40)
     args = parser.parse_args()
-    for path in args.libraries:
-        print(json.dumps(serve(path, args)), flush=True)
+    print(json.dumps(serve(args.library, args)), flush=True)
 
 
 if __name__ == "__main__":

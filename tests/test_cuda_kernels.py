@@ -10,6 +10,7 @@ from kernel_rig import gated, random_rows, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.quantization.storage import STORAGES, pack_codes
+from kvq.runtime.sampler import Sampler, SamplingParams
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(gpu() is None, reason="no CUDA device")]
@@ -46,6 +47,8 @@ LINEAR = [
 ROTARY = [0, 32, 64]
 
 APPEND_LAYOUT = layout_of(None, None, heads=1)
+#: Logits of a row, and ids that may be drawn.
+DRAW = (128256, 128011)
 #: Everything that the tests build: the backend's method and its arguments.
 NEEDED = [
     *(("kv_seal", layout, 2 * layout.num_kv_heads) for layout in SEALS),
@@ -56,6 +59,7 @@ NEEDED = [
     ("rms_norm", 576, 1e-5),
     ("gate", 1536, "silu"),
     ("gate", 1536, "gelu_tanh"),
+    ("draw", *DRAW),
 ]
 #: The same with a window and soft-capping, over float32 rows.
 VARIANT = (layout_of(None, None, heads=2, row_dtype="float32"), 3, AttentionVariant(70, 4.0))
@@ -242,3 +246,31 @@ def test_norm_and_gate():
         out = tensor(np.full((3, 1536), np.nan, np.float32))
         kernel("gate", 1536, activation)(tensor(x), out)
         np.testing.assert_allclose(out.numpy(), gated(x, activation), rtol=1e-5, atol=floor)
+
+
+def test_draws_are_the_hosts():
+    """Where the C libraries' exponentials agree; they differ in the last digit here and there."""
+    rng = np.random.default_rng(4)
+    logits = (rng.standard_normal((96, DRAW[0])) * 2.5).astype(np.float32)
+    limits = (
+        {},
+        {"top_p": 0.95},
+        {"top_k": 50},
+        {"min_p": 0.02},
+        {"top_p": 0.8, "top_k": 1000},
+        {"top_p": 0.3},
+    )
+    samplers = [
+        Sampler(SamplingParams(seed=row, temperature=0.5 + row / 96, **limits[row % 6]), (), DRAW[1], row)
+        for row in range(96)
+    ]
+    fields = np.stack([sampler.device_draw(row) for row, sampler in enumerate(samplers)])
+    out = tensor(np.full(96, -7, np.int32))
+    kernel("draw", *DRAW)(tensor(logits), tensor(fields), out)
+    host = [sampler.sample(logits[row], row).id for row, sampler in enumerate(samplers)]
+    assert np.count_nonzero(out.numpy() != host) <= 3
+    again = tensor(np.full(96, -7, np.int32))
+    kernel("draw", *DRAW)(tensor(logits), tensor(fields), again)
+    np.testing.assert_array_equal(out.numpy(), again.numpy())
+    kernel("draw", *DRAW)(tensor(logits), tensor(np.zeros_like(fields)), out)
+    np.testing.assert_array_equal(out.numpy(), logits[:, : DRAW[1]].argmax(axis=1))

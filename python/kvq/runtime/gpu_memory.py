@@ -9,7 +9,7 @@ from kvq.errors import LibraryError
 
 #: Bytes that a process may yet take beside what is planned: code that is loaded when it first runs, graphs,
 #: and whole pieces of memory where less was asked for.
-HEADROOM = 256 << 20
+HEADROOM = 96 << 20
 
 
 class _Memory(ctypes.Structure):

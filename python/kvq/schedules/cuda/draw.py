@@ -33,6 +33,8 @@ _BINS = 1 << _DIGIT_BITS
 #: Parts in which a mass is added to a bin: 32 bits hold their sum over 2^18 ids.
 _PARTS, _PART_BITS = 3, 14
 _EVERY_TIE = 0x7FFFFFFF
+#: Logits that a thread has on their way: a block alone waits for memory, not for its throughput.
+_AHEAD = 8
 #: Places in ``numbers`` and in ``places``, which all threads share.
 _TARGET, _ABOVE, _POINT = range(3)
 _CHOSEN, _TIES = range(2)
@@ -117,14 +119,13 @@ class _Row:
                 take(value, index)
                 mask //= 2
 
-        def look(index):
-            value = T.bind(self.logits[self.row, index])
+        def look(index, value):
             # by its bits: an exponent of all ones is infinity or NaN
             exponent = T.bitwise_and(T.reinterpret("int32", value), T.int32(_INFINITE))
             put(at, T.bitwise_or(at[1], T.cast(exponent == T.int32(_INFINITE), "int32")), 1)
             take(value, index)
 
-        for_threads(self.drawable, self.thread, THREADS, look)
+        self._each_id(look)
         combine()
 
         def share():
@@ -140,9 +141,26 @@ class _Row:
         combine()
         return T.bind(best[0]), T.bind(at[0]), T.bind(at[1])
 
-    def _bits(self, index: Any) -> Any:
-        """The weight of an id as the integer that it compares by."""
-        weight = libm("expf", (self.logits[self.row, index] - self.largest) / self.temperature)
+    def _each_id(self, body: Callable[[Any, Any], None]) -> None:
+        """Emit ``body(id, logit)`` for every id that may be drawn, dealt to the threads."""
+        self._each(self.thread, THREADS, -(-self.drawable // THREADS), self.drawable, body)
+
+    def _each(self, start: Any, stride: int, count: int, end: Any, body: Callable[[Any, Any], None]) -> None:
+        """Emit ``body(id, logit)`` for a thread's ids: ``count`` from ``start`` on, those below ``end``."""
+        held = T.alloc_local((_AHEAD,), "float32")
+        with T.serial(-(-count // _AHEAD)) as turn:
+            first = T.bind(start + turn * (_AHEAD * stride))
+            with T.unroll(_AHEAD) as i:
+                index = T.bind(first + i * stride)
+                logit = T.if_then_else(index < end, self.logits[self.row, index], T.float32("-inf"))
+                put(held, logit, i)
+            with T.unroll(_AHEAD) as i:
+                index = T.bind(first + i * stride)
+                when(index < end, lambda i=i, index=index: body(index, T.bind(held[i])))
+
+    def _bits(self, logit: Any) -> Any:
+        """The weight of a logit as the integer that it compares by."""
+        weight = libm("expf", (logit - self.largest) / self.temperature)
         return T.bind(T.reinterpret("int32", weight))
 
     # ---- what is kept --------------------------------------------------------------------------
@@ -172,13 +190,13 @@ class _Row:
                 put(self.bins, T.uint32(0), part, self.thread)
             sync()
 
-            def add(index, shift=shift):
-                bits = self._bits(index)
+            def add(_, logit, shift=shift):
+                bits = self._bits(logit)
                 bin_ = T.bitwise_and(T.shift_right(bits, shift), T.int32(_BINS - 1))
                 here = T.shift_right(bits, shift + _DIGIT_BITS) == found[0]
                 when(here, lambda: self._add_to(bin_, T.bind(amount(bits))))
 
-            for_threads(self.drawable, self.thread, THREADS, add)
+            self._each_id(add)
             sync()
             total = _sum_warp(self._bin(self.thread))
             when(self.lane == 0, lambda total=total: put(self.sums, total, self.warp))
@@ -254,7 +272,10 @@ class _Row:
             width,
             self.thread,
             THREADS,
-            lambda i: when(segment[0] + i < segment[1], lambda: put(keys, self._bits(segment[0] + i), i)),
+            lambda i: when(
+                segment[0] + i < segment[1],
+                lambda: put(keys, self._bits(self.logits[self.row, segment[0] + i]), i),
+            ),
         )
         sync()
 
@@ -282,15 +303,14 @@ class _Row:
         put(mass, T.int64(0), 0)
         put(ties, T.int32(0), 0)
         start = T.bind(segment[0] + self.warp * width + self.lane)
-        with T.serial(width // WARP) as i:
-            index = T.bind(start + i * WARP)
+        end = T.bind(T.min(segment[0] + (self.warp + 1) * width, segment[1]))
 
-            def look(index=index):
-                bits = self._bits(index)
-                put(mass, mass[0] + T.Select(bits > self.limit[0], _mass(bits), T.int64(0)), 0)
-                put(ties, ties[0] + T.cast(bits == self.limit[0], "int32"), 0)
+        def look(_, logit):
+            bits = self._bits(logit)
+            put(mass, mass[0] + T.Select(bits > self.limit[0], _mass(bits), T.int64(0)), 0)
+            put(ties, ties[0] + T.cast(bits == self.limit[0], "int32"), 0)
 
-            when(index < segment[1], look)
+        self._each(start, WARP, width // WARP, end, look)
         total = _sum_warp(mass[0])
         count = reduce_warp(lambda a, b: a + b, ties[0])
 
