@@ -30,9 +30,8 @@ def embedding(n_out: int, k: int, storage: str, limits: GpuLimits) -> tirx.PrimF
             row = T.bind(T.max(T.min(ids[i], n_out - 1), 0))
 
             def read(vector):
-                found = weight.read(row, vector)
-                for j in range(VECTOR):
-                    put(out, found.value(j), i, vector * VECTOR + j)
+                for j, value in enumerate(weight.read(row, vector).values()):
+                    put(out, value, i, vector * VECTOR + j)
 
             for_threads(k // VECTOR, thread, threads, read)
     return script.get()

@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from .block import add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
 from .limits import GpuLimits
-from .stored_weight import VECTOR, StoredWeight
+from .stored_weight import VECTOR, StoredWeight, code_shift
 
 #: Threads of a workgroup, and most lanes of an output.
 THREADS, LANES = 256, 32
@@ -103,6 +103,8 @@ def multiply_rows(
     all_steps = -(-k // (VECTOR * lanes))
     steps, ahead = min(_STEPS[rows], all_steps), _AHEAD[rows]
     in_codes = weight.kind.bits is not None
+    # what takes out that inputs in shared memory are divided by the shifts of their weights
+    shifted = [T.float32(2.0 ** code_shift(weight.kind, i)) for i in range(VECTOR)]
     with launch([-(-n_out // tuning.block_outputs), blocks], threads) as (column, block, thread):
         lane = T.bind(T.truncmod(thread, lanes))
         first_output = T.bind((column * (threads // lanes) + T.truncdiv(thread, lanes)) * outputs)
@@ -125,6 +127,8 @@ def multiply_rows(
                     number, owner = T.truncmod(T.truncdiv(at, lanes), VECTOR), T.truncmod(at, lanes)
                 source = first_step * (VECTOR * lanes) + at
                 value = T.if_then_else(source < k, input_of(first_row + row, source), T.float32(0))
+                if in_codes:
+                    value = value * _power_of_two(0 - code_shift(weight.kind, number))
                 put(tile, value, row, T.truncdiv(at, VECTOR * lanes), number, owner)
 
             for_threads(rows * width, thread, threads, load)
@@ -142,8 +146,16 @@ def multiply_rows(
             vectors = [vector.bound() for vector in vectors]
             for r in range(rows):
                 x = [T.bind(tile[r, at, i, lane]) for i in range(VECTOR)]
+                inputs = None
+                if weight.offsets is not None:
+                    inputs = T.bind(_sum_of_products(x, shifted))
                 for o, vector in enumerate(vectors):
-                    put(acc, _add_product(acc[r * outputs + o], vector, x), r * outputs + o)
+                    product = _sum_of_products(x, vector.numbers)
+                    if vector.scale is not None:
+                        product = product * vector.scale
+                    if vector.minimum is not None:
+                        product = product + inputs * vector.minimum
+                    put(acc, acc[r * outputs + o] + product, r * outputs + o)
 
         def chunk(first_step, count: int) -> None:
             """``count`` steps; weights are on their way while the inputs come, and then a few ahead."""
@@ -176,16 +188,13 @@ def multiply_rows(
             when(lane == 0, finish)
 
 
-def _add_product(total, vector, x):
-    """``total`` plus the product of eight weights and eight inputs."""
-    product = x[0] * vector.numbers[0]
-    for value, number in zip(x[1:], vector.numbers[1:], strict=True):
-        product = product + value * number
-    if vector.scale is not None:
-        product = product * vector.scale
-    if vector.minimum is not None:
-        inputs = x[0]
-        for value in x[1:]:
-            inputs = inputs + value
-        product = product + inputs * vector.minimum
-    return total + product
+def _power_of_two(exponent):
+    """``2**exponent`` for an int32 expression in the range of float32."""
+    return T.reinterpret("float32", T.shift_left(exponent + 127, 23))
+
+
+def _sum_of_products(values, factors):
+    total = values[0] * factors[0]
+    for value, factor in zip(values[1:], factors[1:], strict=True):
+        total = total + value * factor
+    return total

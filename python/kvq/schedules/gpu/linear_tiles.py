@@ -54,8 +54,8 @@ def multiply_tiles(weight: StoredWeight, x, out, rows, k: int, n_out: int) -> No
                 # beyond the last input the row's inputs are 0, beyond the last output nobody looks
                 source = T.bind(T.min(step * vectors + at, k // VECTOR - 1))
                 vector = weight.read(T.bind(T.min(first_output + output, n_out - 1)), source)
-                for j in range(VECTOR):
-                    put(weights, vector.value(j), at * VECTOR + j, output)
+                for j, value in enumerate(vector.values()):
+                    put(weights, value, at * VECTOR + j, output)
 
             sync()
             for_threads(TILE_ROWS * STEP, thread, _THREADS, load_input)
