@@ -1,6 +1,6 @@
-"""Compare a library for CUDA with one for the CPU on the same weights: greedy tokens, teacher-forced logits.
+"""Compare a library for a GPU with one for the CPU on the same weights: greedy tokens, teacher-forced logits.
 
-    python scripts/check_cuda.py WEIGHTS CPU_LIBRARY CUDA_LIBRARY [--tokens N] [--text N]
+    python scripts/check_device.py WEIGHTS CPU_LIBRARY LIBRARY [--device cuda] [--tokens N] [--text N]
 
 WEIGHTS is a converted directory with its tokenizer. Prints one line of JSON. A prompt counts for the greedy
 comparison where the CPU's two largest logits stay apart by more than 1e-3 at every token.
@@ -69,13 +69,13 @@ def forced_logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     return np.concatenate(out)
 
 
-def compare_greedy(cpu: LoadedModel, cuda: LoadedModel, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
+def compare_greedy(cpu: LoadedModel, gpu: LoadedModel, tokenizer: Tokenizer, count: int) -> dict[str, Any]:
     """Prompts that count, and those whose tokens are equal."""
     clear = equal = 0
     for text in PROMPTS:
         prompt = tokenizer.encode(text)
         expected, margin = greedy(cpu, prompt, count)
-        found, _ = greedy(cuda, prompt, count)
+        found, _ = greedy(gpu, prompt, count)
         if margin > MARGIN:
             clear += 1
             equal += expected == found
@@ -84,11 +84,11 @@ def compare_greedy(cpu: LoadedModel, cuda: LoadedModel, tokenizer: Tokenizer, co
     return {"greedy_tokens": count, "greedy_prompts": clear, "greedy_equal": equal}
 
 
-def compare_forced(cpu: LoadedModel, cuda: LoadedModel, tokens: list[int]) -> dict[str, Any]:
+def compare_forced(cpu: LoadedModel, gpu: LoadedModel, tokens: list[int]) -> dict[str, Any]:
     """Agreement of the distributions after every token."""
     expected = forced_logits(cpu, tokens)
     started = time.perf_counter()
-    found = forced_logits(cuda, tokens)
+    found = forced_logits(gpu, tokens)
     seconds = time.perf_counter() - started
     top1 = float((expected.argmax(axis=1) == found.argmax(axis=1)).mean())
     largest = float(np.abs(found - expected).max())
@@ -99,7 +99,7 @@ def compare_forced(cpu: LoadedModel, cuda: LoadedModel, tokens: list[int]) -> di
         "kl_mean": float(np.mean(kl)),
         "kl_max": float(np.max(kl)),
         "logit_difference_max": largest,
-        "cuda_seconds": seconds,
+        "seconds": seconds,
     }
 
 
@@ -122,23 +122,26 @@ def main() -> None:
     )
     parser.add_argument("weights", type=Path)
     parser.add_argument("cpu_library", type=Path)
-    parser.add_argument("cuda_library", type=Path)
+    parser.add_argument("library", type=Path)
+    parser.add_argument("--device", default="cuda", help="the library's (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=64, help="greedy tokens of each prompt")
     parser.add_argument("--text", type=int, default=1024, help="tokens of the teacher-forced comparison")
+    parser.add_argument("--rate", type=int, default=256, help="tokens of which the rate is measured")
     args = parser.parse_args()
     tokenizer = Tokenizer.from_dir(args.weights)
     limits = {"context_window_size": max(args.text, 256) + 64, "max_batch_size": 2}
     cpu = load_model(args.cpu_library, args.weights, device="cpu", **limits)
-    cuda = load_model(args.cuda_library, args.weights, device="cuda", **limits)
+    gpu = load_model(args.library, args.weights, device=args.device, **limits)
     tokens = tokenizer.encode(read_text("opticks"))[: args.text]
     result = {
-        "weights": cuda.metadata.quantization,
-        "kv": cuda.metadata.kv_quantization,
+        "device": args.device,
+        "weights": gpu.metadata.quantization,
+        "kv": gpu.metadata.kv_quantization,
         "threads": Library.load(args.cpu_library).threads,
-        **compare_greedy(cpu, cuda, tokenizer, args.tokens),
-        **compare_forced(cpu, cuda, tokens),
-        "cuda_decode_tokens_per_second": decode_rate(cuda, tokens[:128], 256),
-        "faults": cuda.faults.tolist(),
+        **compare_greedy(cpu, gpu, tokenizer, args.tokens),
+        **compare_forced(cpu, gpu, tokens),
+        "decode_tokens_per_second": decode_rate(gpu, tokens[:128], args.rate),
+        "faults": gpu.faults.tolist(),
     }
     print(json.dumps(result))
 
