@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError, SetupError
 
@@ -19,7 +20,7 @@ class BuildRuntime(build_ext):
     """Builds with the headers that are found when the build runs."""
 
     def get_ext_filename(self, _name: str) -> str:
-        return f"kvq_vulkan/{LIBRARY}"
+        return LIBRARY
 
     def get_export_symbols(self, _extension: Extension) -> list[str]:
         return []
@@ -32,6 +33,13 @@ class BuildRuntime(build_ext):
             raise SetupError(
                 f"{error}: kvq-vulkan needs a C++17 compiler and the Vulkan headers (Debian: libvulkan-dev)"
             ) from None
+
+
+class AnyPythonWheel(bdist_wheel):
+    """A wheel for a platform and any Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
 
 
 def header_directories() -> list[Path]:
@@ -51,8 +59,8 @@ setup(
             "kvq_vulkan._runtime",
             sources=sorted(str(path.relative_to(HERE)) for path in (HERE / "src").glob("*.cc")),
             language="c++",
-            extra_compile_args=["/std:c++17"] if sys.platform == "win32" else ["-std=c++17", "-O2"],
+            extra_compile_args=["/std:c++17"] if sys.platform == "win32" else ["-std=c++17", "-O2", "-g0"],
         )
     ],
-    cmdclass={"build_ext": BuildRuntime},
+    cmdclass={"build_ext": BuildRuntime, "bdist_wheel": AnyPythonWheel},
 )
