@@ -2,11 +2,13 @@
 
 A workgroup makes a tile of 64 rows by 64 outputs. For 16 inputs at a time it brings the rows and the weights,
 as float32, into shared memory, inputs outermost; a thread then multiplies 4 rows by 8 outputs from registers.
-Its rows and outputs lie apart, so that neighbouring threads read neighbouring words. A sum runs over the
-inputs in order.
+Those are runs of four, which may be one load, and neighbouring threads have neighbouring runs. A sum runs
+over the inputs in order.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 from tvm.script import tirx as T
 
@@ -22,8 +24,10 @@ TILE_OUTPUTS, TILE_ROWS = OUTPUT_THREADS * OUTPUTS, ROW_THREADS * ROWS
 #: Inputs of a step.
 STEP = 16
 _THREADS = OUTPUT_THREADS * ROW_THREADS
-#: What a line of a tile has beyond its length, so that columns lie in different banks.
-_PAD = 1
+#: Neighbouring rows or outputs of a thread.
+_RUN = 4
+#: What a line of a tile has beyond its length: lines start in other banks, and runs where a load of four may.
+_PAD = 4
 
 
 def multiply_tiles(weight: StoredWeight, x, out, rows, k: int, n_out: int) -> None:
@@ -36,6 +40,13 @@ def multiply_tiles(weight: StoredWeight, x, out, rows, k: int, n_out: int) -> No
             T.bind(T.truncmod(thread, OUTPUT_THREADS)),
             T.bind(T.truncdiv(thread, OUTPUT_THREADS)),
         )
+
+        def row_of(r: int):
+            return (r // _RUN * ROW_THREADS + my_row) * _RUN + r % _RUN
+
+        def output_of(o: int):
+            return (o // _RUN * OUTPUT_THREADS + my_output) * _RUN + o % _RUN
+
         inputs = shared((STEP, TILE_ROWS + _PAD), "float32")
         weights = shared((STEP, TILE_OUTPUTS + _PAD), "float32")
         acc = local((ROWS * OUTPUTS,), "float32")
@@ -62,17 +73,13 @@ def multiply_tiles(weight: StoredWeight, x, out, rows, k: int, n_out: int) -> No
             for_threads(TILE_OUTPUTS * vectors, thread, _THREADS, load_weights)
             sync()
             with T.serial(STEP) as at:
-                mine = [T.bind(inputs[at, my_row + r * ROW_THREADS]) for r in range(ROWS)]
-                for o in range(OUTPUTS):
-                    number = T.bind(weights[at, my_output + o * OUTPUT_THREADS])
+                mine = [T.bind(inputs[at, row_of(r)]) for r in range(ROWS)]
+                numbers = [T.bind(weights[at, output_of(o)]) for o in range(OUTPUTS)]
+                for o, number in enumerate(numbers):
                     for r in range(ROWS):
                         put(acc, acc[r * OUTPUTS + o] + mine[r] * number, r * OUTPUTS + o)
         for r in range(ROWS):
-            row = T.bind(first_row + my_row + r * ROW_THREADS)
+            row = T.bind(first_row + row_of(r))
             for o in range(OUTPUTS):
-                output = T.bind(first_output + my_output + o * OUTPUT_THREADS)
-                inside = T.And(row < rows, output < n_out)
-                when(
-                    inside,
-                    lambda r=r, o=o, row=row, output=output: put(out, acc[r * OUTPUTS + o], row, output),
-                )
+                output = T.bind(first_output + output_of(o))
+                when(T.And(row < rows, output < n_out), partial(put, out, acc[r * OUTPUTS + o], row, output))
