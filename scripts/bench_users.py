@@ -1,6 +1,6 @@
 """Users of a model's shape with random weights in a memory budget on a GPU: who runs at once, and how fast.
 
-    python scripts/bench_shape.py compile llama-2-70b DIRECTORY --kv int4,int3,none --context 4096
+    kvq bench decode llama-2-70b --random-weights --device cuda --compile-only --libraries DIRECTORY
     python scripts/bench_users.py DIRECTORY/LIBRARY.so --memory 48GB --requests 20 --prompt 2000 --tokens 100
 
 Every request has a prompt of its own, half of them draw with top-p. The plan, the scheduler and the steps are

@@ -7,8 +7,8 @@
 #   python tests/cuda_attention.py compile KERNELS sm_90
 #   python tests/cuda_rig.py KERNELS sm_90
 #   kvq bench attention --compile-only --cuda-arch sm_90 --kernels KERNELS
-#   python scripts/bench_shape.py compile llama-3-8b KERNELS
-# Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS the other libraries,
+#   kvq bench decode llama-3-8b --random-weights --device cuda --context 131072 --compile-only --libraries KERNELS
+# Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS and STEP_PEERS the others,
 # WORKERS the processes that run tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -57,6 +57,10 @@ END
 shapes=("$kernels"/llama-*.so)
 if [[ -e "${shapes[0]}" ]]; then
   echo "== whole steps"
-  "$python" scripts/bench_shape.py run "${shapes[@]}" | tee "$out/shapes.jsonl" || failed=1
+  common=(llama-3-8b --random-weights --device cuda --libraries "$kernels" --kv "${KV:-int4,none}")
+  common+=(${STEP_PEERS:+--peer "$STEP_PEERS"})
+  "$python" -m kvq bench decode "${common[@]}" --context 1024,8192,32768,131072 --csv "$out/decode.csv" || failed=1
+  "$python" -m kvq bench decode "${common[@]}" --context 2048,8192 --batch 16,64 --csv "$out/batches.csv" || failed=1
+  "$python" -m kvq bench prefill "${common[@]}" --tokens 4096 --csv "$out/prefill.csv" || failed=1
 fi
 exit "$failed"

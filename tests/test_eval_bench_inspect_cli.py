@@ -70,16 +70,19 @@ def test_eval_prints_what_it_attended_to(
 def test_bench_decode(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "decode", str(checkpoint), "--quantization", "q0f32", "--kv", "none,int4"]
     words += ["--context", "10,150", "--steps", "4", "--rounds", "2"]
-    for batch in (1, 3):
-        rows = run_json(capsys, *words, "--batch", str(batch))
-        assert [(row["context"], row["kv"]) for row in rows] == [
-            (10, "none"),
-            (10, "int4"),
-            (150, "none"),
-            (150, "int4"),
-        ]
-        assert all(row["batch"] == batch and row["slowest"] <= row["tokens_per_second"] for row in rows)
-        assert all(row["ratio"] == 1 for row in rows if row["kv"] == "none")
+    rows = run_json(capsys, *words, "--batch", "1,3")
+    assert [(row["batch"], row["context"], row["kv"]) for row in rows] == [
+        (batch, context, kv) for batch in (1, 3) for context in (10, 150) for kv in ("none", "int4")
+    ]
+    assert all(row["slowest"] <= row["tokens_per_second"] for row in rows)
+    assert all(row["ratio"] == 1 for row in rows if row["kv"] == "none")
+
+
+def test_a_shape_without_its_library_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "decode", "llama-3-8b", "--random-weights", "--kv", "int4"]
+    assert main([*words, "--libraries", str(tmp_path)]) == 2
+    assert "q4f16_1-int4.so: no such library: write it with --compile-only" in capsys.readouterr().err
+    assert main(["bench", "decode", "smollm2", "--compile-only"]) == 2
 
 
 def test_bench_prefill(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

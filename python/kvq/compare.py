@@ -6,8 +6,10 @@ layout, so that a comparison of five caches does not take five times the memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import tvm_ffi
 
 from kvq.build import Report, prepare_model
 from kvq.errors import ConfigError
@@ -58,6 +60,8 @@ class Comparison:
         Device that the model runs on.
     random_weights : bool
         Whether weights are made up on the device.
+    libraries : sequence of Path, optional
+        Of the schemes, compiled elsewhere; without them ``model`` is built.
 
     Attributes
     ----------
@@ -75,6 +79,7 @@ class Comparison:
         *,
         device: str = "cpu",
         random_weights: bool = False,
+        libraries: Sequence[Path] | None = None,
     ) -> None:
         self.schemes = list(schemes)
         self._random_weights = random_weights
@@ -86,7 +91,15 @@ class Comparison:
                 self._libraries.append(self._libraries[first])
                 self._params.append(self._params[first])
                 continue
-            built = prepare_model(model, quantization, scheme, device=device, opt=opt, report=report)
+            built = prepare_model(
+                model,
+                quantization,
+                scheme,
+                device=device,
+                opt=opt,
+                model_lib=libraries[at] if libraries else None,
+                report=report,
+            )
             self._libraries.append(Library.load(built.library, device))
             self._params.append(self._params_of(self._libraries[-1], built.weights_dir))
             self.config_dir = Path(built.config_dir)
@@ -112,8 +125,18 @@ class Comparison:
         """Rows of a step that the libraries were compiled for."""
         return min(library.metadata.prefill_chunk_size for library in self._libraries)
 
+    @staticmethod
+    def release() -> None:
+        """Give the device what models that are gone have left in TVM's pool."""
+        tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")()
+
     def load(
-        self, num_tokens: int, chunk: int, sequences: int = 1, extra_tokens: int = 0
+        self,
+        num_tokens: int,
+        chunk: int,
+        sequences: int = 1,
+        extra_tokens: int = 0,
+        whole_sequences: int = 1,
     ) -> list[LoadedModel]:
         """A model a scheme, with a cache of its own.
 
@@ -126,7 +149,9 @@ class Comparison:
         sequences : int
             Sequences at once.
         extra_tokens : int
-            Tokens that each further sequence holds beside what it shares with the first.
+            Tokens that each further sequence holds beside what it shares with another.
+        whole_sequences : int
+            Sequences that share nothing.
 
         Raises
         ------
@@ -145,8 +170,8 @@ class Comparison:
         models = []
         for library, params in zip(self._libraries, self._params, strict=True):
             layout = library.metadata.layout
-            pages = layout.pages_for(num_tokens)
-            pages += (sequences - 1) * (layout.pages_for(extra_tokens) + 1)
+            pages = whole_sequences * layout.pages_for(num_tokens)
+            pages += (sequences - whole_sequences) * (layout.pages_for(extra_tokens) + 1)
             shape = CacheShape.for_limits(
                 layout,
                 context_window_size=num_tokens,

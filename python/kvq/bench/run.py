@@ -3,149 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from kvq.bench.shape import shape_directory
+from kvq.bench.contexts import Decoding, fill, fill_all
+from kvq.bench.shape import shape_directory, shape_libraries
+from kvq.bench.step_peers import StepPeer, make_peer
 from kvq.bench.timing import take_turns, timed
 from kvq.build import DEFAULT_QUANTIZATION
 from kvq.compare import Comparison
 from kvq.errors import check_positive
-from kvq.runtime.kv_cache import SequenceId
 from kvq.runtime.loaded_model import LoadedModel
-
-_BASE = "base"
 
 #: Called with what is being done.
 Report = Callable[[str], None]
 
 
-def _random_ids(model: LoadedModel, count: int) -> np.ndarray:
-    """Token ids for a speed test, int32 ``[count]``; their values do not matter to the kernels."""
-    return np.random.RandomState(0).randint(0, model.metadata.model.vocab_size, count).astype(np.int32)
+@dataclass(frozen=True)
+class BenchSetup:
+    """What is measured.
 
+    Attributes
+    ----------
+    model : str
+        As the command line takes it or, with ``random_weights``, the name of a shape (:mod:`kvq.presets`)
+        whose weights are made up on the device.
+    schemes : sequence of str
+        Cache schemes.
+    quantization, opt, device : str
+        As the command line takes them.
+    libraries : Path, optional
+        Directory of compiled libraries of the shape (:func:`kvq.bench.shape.shape_libraries`).
+    peers : sequence of str
+        Names of :mod:`kvq.bench.step_peers`, measured on the same shape, each on its own.
+    """
 
-def fill(model: LoadedModel, sequence: str, until: int, chunk: int) -> None:
-    """Prefill random tokens until a sequence is ``until`` tokens long."""
-    ids = _random_ids(model, until)
-    while (length := model.cache.length(sequence)) < until:
-        count = min(chunk, until - length)
-        model.step([(sequence, count)], ids[length : length + count])
+    model: str
+    schemes: Sequence[str]
+    quantization: str | None = None
+    opt: str = "O2"
+    device: str = "cpu"
+    random_weights: bool = False
+    libraries: Path | None = None
+    peers: Sequence[str] = ()
 
+    def comparison(self, context: int, report: Report) -> Comparison:
+        """The models, for sequences of ``context`` tokens.
 
-class Decoding:
-    """Greedy decoding of a few forks of one long sequence, undone after each round."""
-
-    def __init__(self, model: LoadedModel, batch: int, steps: int) -> None:
-        self._model, self._steps = model, steps
-        self._requests: list[tuple[SequenceId, int]] = [(f"fork {i}", 1) for i in range(batch)]
-
-    def round(self) -> float:
-        """Seconds of ``steps`` steps: planning, the model, and greedy sampling."""
-        model, requests = self._model, self._requests
-        for name, _ in requests:
-            again = model.cache.fork_sequence(_BASE, name)
-            assert again == 0, "a fork at the end of a sequence recomputes nothing"
-        ids: Any = [1] * len(requests)
-
-        def steps() -> None:
-            nonlocal ids
-            for _ in range(self._steps):
-                ids = model.likeliest(requests, ids)
-
-        try:
-            return timed(steps)
-        finally:
-            for name, _ in requests:
-                model.cache.remove_sequence(name)
+        Raises
+        ------
+        KvqError
+            If a model is unsuitable.
+        """
+        model, libraries = self.model, None
+        if self.random_weights:
+            quantization = self.quantization or DEFAULT_QUANTIZATION
+            model = str(shape_directory(self.model, quantization, context))
+            if self.libraries is not None:
+                libraries = shape_libraries(self.libraries, self.model, quantization, self.schemes)
+        return Comparison(
+            model,
+            self.quantization,
+            self.schemes,
+            self.opt,
+            report,
+            device=self.device,
+            random_weights=self.random_weights,
+            libraries=libraries,
+        )
 
 
 def bench_decode(
-    model: str,
-    schemes: Sequence[str],
+    setup: BenchSetup,
     contexts: Sequence[int],
+    batches: Sequence[int] = (1,),
     *,
-    quantization: str | None = None,
-    opt: str = "O2",
-    batch: int = 1,
     steps: int = 32,
     rounds: int = 5,
-    device: str = "cpu",
-    random_weights: bool = False,
     report: Report | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure decoding at several context lengths.
+    """Measure decoding at several context lengths and numbers of sequences.
 
     Parameters
     ----------
     contexts : sequence of int
-        Tokens in the cache before the first step that is timed.
-    batch : int
+        Tokens in the cache, of each sequence, before the first step that is timed.
+    batches : sequence of int
         Sequences that decode together; tokens per second count all of them.
     steps, rounds : int
         Steps of a round; rounds, of which each scheme takes one in turn.
-    device : str
-        ``cpu`` or ``cuda``.
-    random_weights : bool
-        Whether ``model`` is the name of a shape (:mod:`kvq.presets`), with weights made up on the device.
 
     Returns
     -------
     list of dict
-        A dict a context and scheme: the fields of :class:`kvq.bench.timing.Rate`, ``context``, ``batch``,
-        ``threads``, ``quantization`` and ``opt``.
+        A dict a batch, context, and scheme or peer: the fields of :class:`kvq.bench.timing.Rate`,
+        ``context``, ``batch``, ``device``, ``threads``, ``quantization`` and ``opt``.
 
     Raises
     ------
     KvqError
         If an argument or the model is unsuitable.
     """
-    check_positive(context=min(contexts), batch=batch, steps=steps, rounds=rounds)
+    check_positive(context=min(contexts), batch=min(batches), steps=steps, rounds=rounds)
     say = report or (lambda _: None)
-    comparison = _comparison(
-        model, quantization, schemes, opt, max(contexts) + steps, device, random_weights, say
-    )
-    chunk = min(comparison.prefill_chunk_size, max(contexts))
-    models = comparison.load(max(contexts) + steps, chunk, sequences=batch + 1, extra_tokens=steps)
-    for loaded in models:
-        loaded.cache.add_sequence(_BASE)
+    comparison = setup.comparison(max(contexts) + steps, say)
     rows: list[dict[str, Any]] = []
-    for context in sorted(set(contexts)):
-        for name, loaded in zip(schemes, models, strict=True):
-            say(f"filling {context} tokens, {name}")
-            fill(loaded, _BASE, context, chunk)
-        say(f"decoding at {context}")
-        work = [Decoding(loaded, batch, steps).round for loaded in models]
-        common = {"context": context, "batch": batch, **_conditions(comparison, models[0], opt)}
-        rows += [rate.to_dict() | common for rate in take_turns(schemes, work, batch * steps, rounds)]
+    for batch in sorted(set(batches)):
+        for context in sorted(set(contexts)):
+            chunk = min(comparison.prefill_chunk_size, context)
+            models = comparison.load(
+                context + steps,
+                chunk,
+                sequences=2 * batch,
+                extra_tokens=steps,
+                whole_sequences=batch,
+            )
+            names = [f"sequence {i}" for i in range(batch)]
+            for scheme, loaded in zip(setup.schemes, models, strict=True):
+                say(f"filling {batch} x {context} tokens, {scheme}")
+                for name in names:
+                    loaded.cache.add_sequence(name)
+                fill_all(loaded, names, context, chunk)
+            say(f"decoding at {batch} x {context}")
+            work = [Decoding(loaded, names, steps).round for loaded in models]
+            where = {"context": context, "batch": batch, **_conditions(comparison, models[0], setup.opt)}
+            found = [
+                rate.to_dict() | where for rate in take_turns(setup.schemes, work, batch * steps, rounds)
+            ]
+            model = models[0].metadata.model
+            del models, work, loaded
+            comparison.release()
+
+            def peer_round(peer: StepPeer, batch: int = batch, context: int = context) -> Callable[[], float]:
+                return peer.decoding(batch, context, steps)
+
+            rows += found + _peers(setup, model, found[0], peer_round, batch * steps, rounds, say)
     return rows
 
 
 def bench_prefill(
-    model: str,
-    schemes: Sequence[str],
+    setup: BenchSetup,
     lengths: Sequence[int],
     *,
-    quantization: str | None = None,
-    opt: str = "O2",
     chunk: int | None = None,
     rounds: int = 3,
-    device: str = "cpu",
-    random_weights: bool = False,
     report: Report | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure prefill of prompts of several lengths, into an empty cache, with the logits of the last row.
+    """Measure prefill of prompts of several lengths, into an empty cache, with the last row's token.
 
     Parameters
     ----------
     lengths : sequence of int
         Tokens of the prompts.
     chunk : int, optional
-        Tokens of a step; the library's by default.
-    device, random_weights
-        As of :func:`bench_decode`.
+        Tokens of a step; the library's by default. Peers take a prompt in one piece.
 
     Returns
     -------
@@ -159,41 +172,61 @@ def bench_prefill(
     """
     check_positive(tokens=min(lengths), rounds=rounds)
     say = report or (lambda _: None)
-    comparison = _comparison(model, quantization, schemes, opt, max(lengths), device, random_weights, say)
+    comparison = setup.comparison(max(lengths), say)
     chunk = chunk or min(comparison.prefill_chunk_size, max(lengths))
-    models = comparison.load(max(lengths), chunk)
     rows: list[dict[str, Any]] = []
     for length in sorted(set(lengths)):
+        models = comparison.load(max(lengths), chunk)
         say(f"prefilling {length} tokens")
         work = [partial(_prefill_round, loaded, length, chunk) for loaded in models]
-        common = {"tokens": length, "chunk": min(chunk, length), **_conditions(comparison, models[0], opt)}
-        rows += [rate.to_dict() | common for rate in take_turns(schemes, work, length, rounds)]
+        where = {
+            "tokens": length,
+            "chunk": min(chunk, length),
+            **_conditions(comparison, models[0], setup.opt),
+        }
+        found = [rate.to_dict() | where for rate in take_turns(setup.schemes, work, length, rounds)]
+        model = models[0].metadata.model
+        del models, work
+        comparison.release()
+
+        def peer_round(peer: StepPeer, length: int = length) -> Callable[[], float]:
+            return peer.prefilling(length)
+
+        rows += found + _peers(setup, model, found[0], peer_round, length, rounds, say)
     return rows
 
 
-def _comparison(
-    model: str,
-    quantization: str | None,
-    schemes: Sequence[str],
-    opt: str,
-    context: int,
-    device: str,
-    random_weights: bool,
+def _peers(
+    setup: BenchSetup,
+    model: Any,
+    first: dict[str, Any],
+    peer_round: Callable[[StepPeer], Callable[[], float]],
+    tokens: int,
+    rounds: int,
     report: Report,
-) -> Comparison:
-    """The models to measure, for sequences of ``context`` tokens."""
-    if random_weights:
-        model = str(shape_directory(model, quantization or DEFAULT_QUANTIZATION, context))
-    return Comparison(model, quantization, schemes, opt, report, device=device, random_weights=random_weights)
+) -> list[dict[str, Any]]:
+    """Rows of the peers; ratios are to the median of ``first``, the first scheme's row."""
+    rows = []
+    for name in setup.peers:
+        report(f"measuring {name}")
+        peer = make_peer(name, model)
+        try:
+            (rate,) = take_turns([peer.label], [peer_round(peer)], tokens, rounds)
+        finally:
+            peer.release()
+        ratio = rate.tokens_per_second / first["tokens_per_second"]
+        same = {key: value for key, value in first.items() if key not in rate.to_dict()}
+        rows.append(rate.to_dict() | {"ratio": ratio} | same | {"quantization": "float16", "opt": ""})
+    return rows
 
 
 def _prefill_round(model: LoadedModel, length: int, chunk: int) -> float:
     """Seconds of a prompt of ``length`` tokens in a sequence of its own."""
-    model.cache.add_sequence(_BASE)
+    model.cache.add_sequence("prompt")
     try:
-        return timed(lambda: fill(model, _BASE, length, chunk))
+        return timed(lambda: fill(model, "prompt", length, chunk))
     finally:
-        model.cache.remove_sequence(_BASE)
+        model.cache.remove_sequence("prompt")
 
 
 def _conditions(comparison: Comparison, loaded: LoadedModel, opt: str) -> dict[str, Any]:

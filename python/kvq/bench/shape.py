@@ -1,12 +1,13 @@
-"""The shape of a well-known model without its weights: a configuration that can be compiled."""
+"""The shape of a well-known model without its weights: a configuration, and libraries compiled for it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvq.cache_dir import default_cache_dir
 from kvq.config import CHAT_CONFIG_NAME, ChatConfig
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, LibraryError
 from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
 
@@ -51,3 +52,57 @@ def shape_directory(name: str, quantization: str, context_window_size: int) -> P
     directory.mkdir(parents=True, exist_ok=True)
     config.save(directory / CHAT_CONFIG_NAME)
     return directory
+
+
+def _library(directory: Path, name: str, quantization: str, scheme: str) -> Path:
+    weights, _ = resolve(quantization, None)
+    return directory / f"{name}-{weights.name}-{scheme.replace('=', '').replace(':', '-')}.so"
+
+
+def shape_libraries(directory: Path, name: str, quantization: str, schemes: Sequence[str]) -> list[Path]:
+    """The libraries that :func:`compile_shape` wrote, one a cache scheme.
+
+    Raises
+    ------
+    LibraryError
+        If one is missing.
+    """
+    paths = [_library(directory, name, quantization, scheme) for scheme in schemes]
+    for path in paths:
+        if not path.is_file():
+            raise LibraryError(f"{path}: no such library: write it with --compile-only")
+    return paths
+
+
+def compile_shape(
+    directory: Path,
+    name: str,
+    quantization: str,
+    schemes: Sequence[str],
+    context_window_size: int,
+    *,
+    device: str,
+    cuda_arch: str | None = None,
+    opt: str = "O2",
+    report: Callable[[str], None] | None = None,
+) -> list[Path]:
+    """Compile a library for each cache scheme, for a machine that cannot; no GPU is needed.
+
+    Raises
+    ------
+    KvqError
+        If the shape cannot be compiled.
+    """
+    from kvq.compiler import compile_model
+
+    source = shape_directory(name, quantization, context_window_size)
+    made = []
+    for scheme in schemes:
+        path = _library(directory, name, quantization, scheme)
+        if report is not None:
+            report(f"compiling {path.name}")
+        compile_model(
+            source, path, device=device, opt=opt, cuda_arch=cuda_arch, overrides=f"kv_quantization={scheme}"
+        )
+        made.append(path)
+    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kvq.cli import bench_attention, bench_serve
@@ -14,7 +15,7 @@ NAME = "bench"
 _EXAMPLE = """example:
   kvq bench decode smollm2 --context 128,2048,8000 --kv none,int4,int3
   kvq bench prefill smollm2 --tokens 128,2048 --json
-  kvq bench decode llama-3-8b --random-weights --device cuda --context 1024,131072 --kv int4,none
+  kvq bench decode llama-3-8b --random-weights --device cuda --context 1024,8192 --batch 1,64 --peer torch
   kvq bench serve smollm2 --clients 16
   kvq bench attention --device cuda
 """
@@ -33,7 +34,9 @@ def add_parser(subparsers: Any) -> None:
     decode.add_argument(
         "--context", metavar="LIST", default="128,2048", help="tokens in the cache (default: %(default)s)"
     )
-    decode.add_argument("--batch", metavar="N", type=int, default=1, help="sequences at once (default: 1)")
+    decode.add_argument(
+        "--batch", metavar="LIST", default="1", help="sequences at once, at every context (default: 1)"
+    )
     decode.add_argument("--steps", metavar="N", type=int, default=32, help="steps of a round (default: 32)")
     decode.add_argument("--rounds", metavar="N", type=int, default=5, help="default: %(default)s")
     prefill = _add_kind(kinds, "prefill", "tokens per second of a prompt's prefill")
@@ -71,6 +74,18 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
         action="store_true",
         help="MODEL is a shape such as llama-3-8b; its weights are made up on the device",
     )
+    parser.add_argument(
+        "--libraries", metavar="DIR", help="libraries of the shape, which --compile-only has written"
+    )
+    parser.add_argument(
+        "--compile-only", action="store_true", help="compile the shape into --libraries, no GPU needed"
+    )
+    parser.add_argument("--cuda-arch", metavar="LIST", help="with --compile-only, such as sm_90")
+    parser.add_argument(
+        "--peer", metavar="LIST", help="beside PyTorch on the same shape, in fp16: torch, torch-compile"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the speeds: .png, .svg or .pdf")
+    parser.add_argument("--csv", metavar="FILE", help="write the figures as CSV")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     parser.set_defaults(func=run)
     return parser
@@ -97,31 +112,69 @@ def numbers(text: str, flag: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq bench decode`` or ``kvq bench prefill``."""
-    from kvq.bench.run import bench_decode, bench_prefill
+    from kvq.bench.run import BenchSetup, bench_decode, bench_prefill
+    from kvq.bench.step_peers import check_peers
+    from kvq.bench.step_plot import check_plot, plot_rates, write_csv
     from kvq.cli.tables import error_console
     from kvq.compare import parse_schemes
+    from kvq.errors import ConfigError
 
-    schemes = parse_schemes(args.kv)
-    common: dict[str, Any] = {
-        "quantization": args.quantization,
-        "opt": args.opt,
-        "rounds": args.rounds,
-        "device": args.device,
-        "random_weights": args.random_weights,
-    }
-    measure: Callable[..., list[dict[str, Any]]]
-    if args.kind == "decode":
-        sizes, measure, at = numbers(args.context, "--context"), bench_decode, "context"
-        common |= {"batch": args.batch, "steps": args.steps}
-    else:
-        sizes, measure, at = numbers(args.tokens, "--tokens"), bench_prefill, "tokens"
-        common |= {"chunk": args.chunk}
+    if (args.libraries or args.compile_only) and not (args.random_weights and args.libraries):
+        raise ConfigError("--libraries goes with --random-weights, --compile-only with both")
+    at = "context" if args.kind == "decode" else "tokens"
+    sizes = numbers(getattr(args, at), f"--{at}")
+    peers = [name.strip() for name in (args.peer or "").split(",") if name.strip()]
+    check_peers(peers)
+    if args.plot:
+        check_plot(args.plot)
+    setup = BenchSetup(
+        args.model,
+        parse_schemes(args.kv),
+        args.quantization,
+        args.opt,
+        args.device,
+        args.random_weights,
+        Path(args.libraries) if args.libraries else None,
+        peers,
+    )
     with error_console().status("") as status:
-        rows = measure(args.model, schemes, sizes, **common, report=status.update)
+        if args.compile_only:
+            return _compile(args, setup, max(sizes), status.update)
+        if args.kind == "decode":
+            batches = numbers(args.batch, "--batch")
+            rows = bench_decode(
+                setup, sizes, batches, steps=args.steps, rounds=args.rounds, report=status.update
+            )
+        else:
+            rows = bench_prefill(setup, sizes, chunk=args.chunk, rounds=args.rounds, report=status.update)
+    if args.csv:
+        write_csv(rows, args.csv)
+    if args.plot:
+        plot_rates(rows, args.plot)
     if args.json:
         print(json.dumps(rows, indent=2))
     else:
-        _print(f"{args.kind}, {args.model}", at, rows)
+        _print(f"{args.kind}, {args.model}", ["batch", "context"] if at == "context" else [at], rows)
+    return 0
+
+
+def _compile(args: argparse.Namespace, setup: Any, most_tokens: int, report: Callable[[str], None]) -> int:
+    """Write the libraries and their names."""
+    from kvq.bench.shape import compile_shape
+    from kvq.build import DEFAULT_QUANTIZATION
+
+    for path in compile_shape(
+        setup.libraries,
+        setup.model,
+        setup.quantization or DEFAULT_QUANTIZATION,
+        setup.schemes,
+        most_tokens + getattr(args, "steps", 0),
+        device=setup.device,
+        cuda_arch=args.cuda_arch,
+        opt=setup.opt,
+        report=report,
+    ):
+        print(path)
     return 0
 
 
@@ -129,17 +182,17 @@ def _describe_device(row: dict[str, Any]) -> str:
     return f"{row['threads']} " + ("threads" if row["device"] == "cpu" else "multiprocessors")
 
 
-def _print(title: str, at: str, rows: list[dict[str, Any]]) -> None:
+def _print(title: str, at: list[str], rows: list[dict[str, Any]]) -> None:
     from kvq.cli.tables import print_table
 
     first = rows[0]
     print_table(
         f"{title}: weights {first['quantization']}, {first['opt']}, {_describe_device(first)}, "
         f"median of {first['rounds']} rounds",
-        [at, "kv", "tokens/s", "slowest", "fastest", f"vs {first['kv']}"],
+        [*at, "kv", "tokens/s", "slowest", "fastest", f"vs {first['kv']}"],
         [
             [
-                str(row[at]),
+                *(str(row[name]) for name in at),
                 row["kv"],
                 f"{row['tokens_per_second']:.1f}",
                 f"{row['slowest']:.1f}",

@@ -134,17 +134,27 @@ def save(figure: Figure, path: str | Path) -> None:
     ConfigError
         If the suffix is none of ``.svg``, ``.png`` and ``.pdf``.
     """
+    check_suffix(path)
     path = Path(path)
-    if path.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(
-            f"--plot {path}: the name must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
-        )
     temporary = path.with_name(f".{path.name}.{os.getpid()}{path.suffix}")
     try:
         figure.savefig(temporary)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_suffix(path: str | Path) -> None:
+    """Refuse a name whose suffix is no format of figures.
+
+    Raises
+    ------
+    ConfigError
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
+        raise ConfigError(
+            f"--plot {path}: the name must end in {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]}"
+        )
 
 
 def inline_svg(figure: Figure) -> str:

@@ -65,10 +65,18 @@ class CacheTensors:
 
     def copy_open(self, src: int, dst: int) -> None:
         """Copy the rows of open page ``src`` to ``dst``, all layers."""
-        shape = self.open.shape[1:]
-        size = math.prod(shape) * tvm_ffi.dtype(self.open.dtype).bits // 8
-        pages = [self.open._create_view(shape, relative_byte_offset=size * page) for page in (src, dst)]
-        pages[0].copyto(pages[1])
+        _copy_page(self.open, src, dst)
+
+    def copy_sealed(self, src: int, dst: int) -> None:
+        """Copy sealed page ``src`` of the pool to ``dst``, all layers."""
+        _copy_page(self.pool, src, dst)
+
+
+def _copy_page(pages: Any, src: int, dst: int) -> None:
+    shape = pages.shape[1:]
+    size = math.prod(shape) * tvm_ffi.dtype(pages.dtype).bits // 8
+    views = [pages._create_view(shape, relative_byte_offset=size * page) for page in (src, dst)]
+    views[0].copyto(views[1])
 
 
 class Library:
