@@ -114,6 +114,25 @@ To as_type(From x) {
 enum class mem_flags { mem_none, mem_device, mem_threadgroup };
 inline void threadgroup_barrier(mem_flags) { fibers::meet(group, group_size); }
 
+// What the lanes of a SIMD group hand to each other. Two exchanges take turns: nobody can be two ahead.
+constexpr int SIMD = 32;
+struct Exchange {
+  uint64_t words[SIMD];
+  fibers::Meeting lanes;
+};
+static std::vector<Exchange> exchanges[2];
+static std::vector<int> turns;
+
+template <typename T>
+T simd_shuffle_down(T value, ushort delta) {
+  int lane = fibers::current % SIMD, first = fibers::current - lane;
+  Exchange& e = exchanges[turns[fibers::current]++ & 1][first / SIMD];
+  memcpy(&e.words[lane], &value, sizeof value);
+  fibers::meet(e.lanes, min(SIMD, group_size - first));
+  if (lane + delta < SIMD) memcpy(&value, &e.words[lane + delta], sizeof value);
+  return value;  // beyond the last lane it is undefined
+}
+
 }  // namespace msl
 
 #define MSL_VECTORS(type)           \
@@ -166,6 +185,8 @@ inline void launch(const Function& f, const uint* grid, const uint* block) {
       for (uint x = 0; x < grid[0]; x++) {
         group_index = {x, y, z};
         group = {};
+        for (auto& e : exchanges) e.assign(group_size / SIMD + 1, {});
+        turns.assign(group_size, 0);
         f.spoil();
         fibers::run(group_size, f.body);
       }

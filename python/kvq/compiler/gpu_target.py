@@ -16,7 +16,7 @@ from kvq.schedules.gpu.limits import GpuLimits
 #: guarantees, but 256 threads, and fp16 in buffers and arithmetic. OpenCL: GPUs with ``cl_khr_fp16``.
 #: WebGPU: the defaults of its standard and ``shader-f16``.
 GPU_LIMITS = {
-    "metal": GpuLimits(threads=256, shared_bytes=32768, storage_buffers=31),
+    "metal": GpuLimits(threads=256, shared_bytes=32768, subgroup=32, storage_buffers=31),
     "vulkan": GpuLimits(threads=256, shared_bytes=16384, storage_buffers=16),
     "opencl": GpuLimits(threads=256, shared_bytes=32768, storage_buffers=32),
     "webgpu": GpuLimits(threads=256, shared_bytes=16384, storage_buffers=16),

@@ -100,14 +100,23 @@ def add(a, b):
     return a + b
 
 
-def reduce_lanes(combine, scratch, count: int, thread, lanes: int):
+def reduce_lanes(combine, scratch, count: int, thread, lanes: int, subgroup: int = 0):
     """Combine each of ``scratch[count, threads]`` over ``lanes`` neighbouring threads, a power of two.
 
-    The first of the lanes then finds the result in its own place. Begins and ends with a barrier.
+    The first of the lanes then finds the result in its own place. Each thread has written its place itself.
+    Lanes of a subgroup (``limits.subgroup``, a power of two) exchange registers. Ends with a barrier.
     """
+    together = max(min(lanes, subgroup), 1)
+    if together > 1:
+        for i in range(count):
+            value, half = T.bind(scratch[i, thread]), together // 2
+            while half:
+                other = T.tvm_warp_shuffle_down(T.uint32(_ALL_LANES), value, half, subgroup, subgroup)
+                value, half = T.bind(combine(value, other)), half // 2
+            put(scratch, value, i, thread)
     sync()
     lane, half = T.bind(T.bitwise_and(thread, lanes - 1)), lanes // 2
-    while half:
+    while half >= together:
 
         def fold(half=half):
             for i in range(count):

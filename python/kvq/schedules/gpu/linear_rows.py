@@ -45,11 +45,14 @@ class RowsTuning:
         Threads that share an output.
     outputs : int
         Outputs of a lane.
+    subgroup : int
+        As in :class:`~.limits.GpuLimits`.
     """
 
     threads: int
     lanes: int
     outputs: int
+    subgroup: int
 
     @property
     def block_outputs(self) -> int:
@@ -62,7 +65,8 @@ def rows_tuning(n_out: int, k: int, limits: GpuLimits) -> RowsTuning:
     vectors, lanes = k // VECTOR, LANES
     while lanes > VECTOR and -(-vectors // lanes) * lanes > vectors * (1 + _IDLE):
         lanes //= 2
-    return RowsTuning(min(THREADS, limits.threads), lanes, 4 if n_out >= _MANY_OUTPUTS else 2)
+    outputs = 4 if n_out >= _MANY_OUTPUTS else 2
+    return RowsTuning(min(THREADS, limits.threads), lanes, outputs, limits.subgroup)
 
 
 def multiply_rows(
@@ -178,7 +182,7 @@ def multiply_rows(
         for r in range(rows):
             for o in range(outputs):
                 put(sums, acc[r * outputs + o], o, thread)
-            reduce_lanes(add, sums, outputs, thread, lanes)
+            reduce_lanes(add, sums, outputs, thread, lanes, tuning.subgroup)
 
             def finish(r=r):
                 for o in range(outputs):

@@ -42,7 +42,7 @@ def rms_norm(dim: int, eps: float, limits: GpuLimits) -> tirx.PrimFunc:
 
             for_threads(dim, thread, threads, square)
             put(sums, squares[0], 0, thread)
-            reduce_lanes(add, sums, 1, thread, threads)
+            reduce_lanes(add, sums, 1, thread, threads, limits.subgroup)
             factor = T.bind(T.float32(1) / T.sqrt(sums[0, 0] / T.float32(dim) + T.float32(eps)))
             for_threads(dim, thread, threads, lambda i: put(out, x[row, i] * factor * weight[i], row, i))
     return script.get()
