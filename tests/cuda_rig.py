@@ -11,14 +11,14 @@ import json
 import os
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
 
-from kernel_rig import CacheRig
+from kernel_rig import CacheKernels, CacheRig, on_tensors
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
 from kvq.runtime.device import Device
@@ -85,22 +85,26 @@ class CudaCacheRig(CacheRig):
     """The rig's steps on the GPU."""
 
     def __init__(self, layout: KVLayout, group: int, **options: Any) -> None:
-        self.device = gpu()
         super().__init__(layout, group, **{"threads": 132, "slots": 0, **options})
 
-    def build_kernels(self, opt: str):
-        layout, heads = self.layout, self.num_heads
-        return cache_kernels(layout, heads, self.variant), attention_shape(layout, heads)
+    def build_kernels(self, backend: None) -> CacheKernels:
+        kernels = cache_kernels(self.layout, self.num_heads, self.variant)
+        return CacheKernels(*kernels, *attention_shape(self.layout, self.num_heads))
 
 
-def cache_kernels(layout: KVLayout, heads: int, variant: AttentionVariant) -> tuple[Any, ...]:
-    """The kernels of a cache, in the order in which a step calls them."""
-    return (
+def cache_kernels(layout: KVLayout, heads: int, variant: AttentionVariant) -> list[Any]:
+    """The kernels of a cache on numpy arrays, in the order in which a step calls them."""
+    kernels = (
         kernel("kv_append", layout, heads, layout.head_dim, layout.head_dim**-0.5, "float32"),
         kernel("kv_seal", layout, heads),
         kernel("paged_attention", layout, heads, "float32", variant),
         kernel("kv_carry", layout),
     )
+    return [partial(_on_gpu, func) for func in kernels]
+
+
+def _on_gpu(func: Any, *arguments: Any) -> None:
+    on_tensors(func, arguments, gpu())
 
 
 if __name__ == "__main__":

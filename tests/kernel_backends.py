@@ -7,10 +7,9 @@ A test that takes the fixture :func:`backend` runs on all of them; a new one nee
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Protocol
 
-import numpy as np
 import pytest
 import tvm
 from tvm import tirx
@@ -18,8 +17,11 @@ from tvm import tirx
 import msl_emulator
 import vulkan_runner
 import wgsl_runner
+from kernel_rig import CacheKernels, on_tensors
 from kvq.compiler.gpu_target import GpuTarget, gpu_target
 from kvq.compiler.target import CpuTarget, cpu_target
+from kvq.layout import KVLayout
+from kvq.schedules.attention_variant import AttentionVariant
 from kvq.schedules.backend import Kernels
 
 #: A compiled kernel: numpy arrays and numbers in the order of its arguments, outputs written in place.
@@ -74,18 +76,6 @@ class CpuBackend:
         return lambda *arguments: on_tensors(built, arguments)
 
 
-def on_tensors(func: Any, arguments: tuple[Any, ...], device: Any = None) -> None:
-    """Call a function of TVM tensors with numpy arrays; whatever it wrote is in the arrays afterwards."""
-    given = [
-        tvm.runtime.tensor(np.ascontiguousarray(a), device) if isinstance(a, np.ndarray) else a
-        for a in arguments
-    ]
-    func(*given)
-    for array, tensor in zip(arguments, given, strict=True):
-        if isinstance(array, np.ndarray) and array.flags.writeable:
-            array[...] = tensor.numpy()
-
-
 class GpuBackend:
     """A GPU's kernels, in the language that they are compiled to.
 
@@ -125,6 +115,29 @@ def vulkan_kernel(func: tirx.PrimFunc, target: GpuTarget) -> Kernel:
     """A kernel on the first Vulkan device."""
     built = vulkan_runner.build(func, target)
     return lambda *arguments: on_tensors(built, arguments, vulkan_runner.device())
+
+
+@cache
+def kernel(backend: KernelBackend, name: str, *arguments: Any) -> Kernel:
+    """The kernel that ``backend.kernels`` makes of the arguments."""
+    return backend.build(getattr(backend.kernels, name)(*arguments))
+
+
+@cache
+def cache_kernels(
+    backend: KernelBackend, layout: KVLayout, num_heads: int, variant: AttentionVariant
+) -> CacheKernels:
+    """A cache's kernels."""
+    shape = backend.kernels.attention_shape(layout, num_heads)
+    return CacheKernels(
+        kernel(backend, "kv_append", layout, num_heads, layout.head_dim, layout.head_dim**-0.5, "float32"),
+        kernel(backend, "kv_seal", layout, num_heads),
+        kernel(backend, "paged_attention", layout, num_heads, "float32", variant),
+        kernel(backend, "kv_carry", layout),
+        shape.split_pages,
+        shape.tile_rows,
+        shape.scratch_extra,
+    )
 
 
 CPU = CpuBackend()

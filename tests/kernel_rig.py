@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from functools import cache
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,38 +17,33 @@ from kvq.runtime.step_plan import StepPlan, build_step
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 
-def build(func: Any, opt: str = "O2"):
-    """Compile one kernel for this machine."""
-    from kvq.compiler.target import cpu_target
+def on_tensors(func: Any, arguments: tuple[Any, ...], device: Any = None) -> None:
+    """Call a function of TVM tensors with numpy arrays; whatever it wrote is in the arrays afterwards."""
+    given = [
+        tvm.runtime.tensor(np.ascontiguousarray(a), device) if isinstance(a, np.ndarray) else a
+        for a in arguments
+    ]
+    func(*given)
+    for array, tensor in zip(arguments, given, strict=True):
+        if isinstance(array, np.ndarray) and array.flags.writeable:
+            array[...] = tensor.numpy()
 
-    return tvm.compile(func.with_attr("global_symbol", "main"), target=cpu_target(opt).target)["main"]
 
+@dataclass(frozen=True)
+class CacheKernels:
+    """What a step runs, in its order, and how attention is cut; kernels take numpy arrays."""
 
-def tensor(array: np.ndarray, device: Any = None) -> tvm.runtime.Tensor:
-    return tvm.runtime.tensor(np.ascontiguousarray(array), device)
-
-
-@cache
-def cache_kernels(layout: KVLayout, num_heads: int, opt: str, variant: AttentionVariant):
-    """``kv_append``, ``kv_seal``, ``paged_attention`` and ``kv_carry``, and how attention is cut."""
-    from kvq.compiler.target import cpu_target
-
-    kernels = cpu_target(opt).kernels
-    scale = layout.head_dim**-0.5
-    built = (
-        build(kernels.kv_append(layout, num_heads, layout.head_dim, scale, "float32"), opt),
-        build(kernels.kv_seal(layout, num_heads), opt),
-        build(kernels.paged_attention(layout, num_heads, "float32", variant), opt),
-        build(kernels.kv_carry(layout), opt),
-    )
-    shape = kernels.attention_shape(layout, num_heads)
-    return built, (shape.split_pages, shape.tile_rows, shape.scratch_extra)
+    append: Callable[..., None]
+    seal: Callable[..., None]
+    attend: Callable[..., None]
+    carry: Callable[..., None]
+    split_pages: int
+    tile_rows: int
+    scratch_extra: int
 
 
 class CacheRig:
-    """One layer of a model's cache, ``layer`` of ``layout.num_layers``; ``device`` is the CPU by default."""
-
-    device: Any = None
+    """One layer of a model's cache, ``layer`` of ``layout.num_layers``; ``backend`` is the CPU by default."""
 
     def __init__(
         self,
@@ -60,7 +55,7 @@ class CacheRig:
         num_open: int = 4,
         threads: int = 2,
         slots: int = 64,
-        opt: str = "O2",
+        backend: Any = None,
         seed: int = 0,
         variant: AttentionVariant = PLAIN,
         query_gain: float = 1.0,
@@ -68,34 +63,32 @@ class CacheRig:
         self.layout, self.layer, self.threads = layout, layer, threads
         self.variant, self.query_gain = variant, query_gain
         self.num_heads = group * layout.num_kv_heads
-        self.kernels, (split_pages, tile_rows, extra) = self.build_kernels(opt)
+        self.kernels = self.build_kernels(backend)
         self.rng = np.random.default_rng(seed)
         self.sinks = self.rng.standard_normal(self.num_heads).astype(np.float32)
         num_workspace = 12
         # stale contents: NaN rows and random words must never be seen
-        self.pool = self.tensor(self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32))
-        self.open = self.tensor(np.full(layout.open_shape(num_open), np.nan, layout.row_dtype))
-        self.workspace = self.tensor(np.full(layout.workspace_shape(num_workspace), np.nan, layout.row_dtype))
-        self.scratch = self.tensor(
-            np.full((max(slots, 1), self.num_heads, layout.head_dim + extra), np.nan, np.float32)
-        )
+        self.pool = self.rng.integers(0, 2**32, layout.pool_shape(num_pages), dtype=np.uint32)
+        self.open = np.full(layout.open_shape(num_open), np.nan, layout.row_dtype)
+        self.workspace = np.full(layout.workspace_shape(num_workspace), np.nan, layout.row_dtype)
+        width = layout.head_dim + self.kernels.scratch_extra
+        self.scratch = np.full((max(slots, 1), self.num_heads, width), np.nan, np.float32)
         self.cache = PagedKVCache(layout, num_pages, num_open, num_workspace, self._copy_open, variant.window)
         pages = [self.cache.pool.allocate() for _ in range(num_pages)]
         for page in self.rng.permutation(pages):  # what is given out next lies scattered
             self.cache.pool.release(int(page))
-        self.plan = StepPlan(self.cache, 1024, num_pages * num_open, split_pages, slots, tile_rows)
+        shape = self.kernels.split_pages, slots, self.kernels.tile_rows
+        self.plan = StepPlan(self.cache, 1024, num_pages * num_open, *shape)
         self.rows: dict[Hashable, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
+        self.sealed: dict[tuple[Hashable, int], tuple[np.ndarray, np.ndarray]] = {}
 
-    def build_kernels(self, opt: str):
-        return cache_kernels(self.layout, self.num_heads, opt, self.variant)
+    def build_kernels(self, backend: Any) -> CacheKernels:
+        from kernel_backends import CPU, cache_kernels
 
-    def tensor(self, array: np.ndarray) -> tvm.runtime.Tensor:
-        return tensor(array, self.device)
+        return cache_kernels(backend or CPU, self.layout, self.num_heads, self.variant)
 
     def _copy_open(self, src: int, dst: int) -> None:
-        rows = self.open.numpy()
-        rows[dst] = rows[src]
-        self.open.copyfrom(rows)
+        self.open[dst] = self.open[src]
 
     def random_rows(self, n: int) -> np.ndarray:
         """qkv float32 ``[n, Hq + 2 H, D]``."""
@@ -107,35 +100,28 @@ class CacheRig:
     def step(self, requests: list[tuple[Hashable, int]], qkv: np.ndarray) -> np.ndarray:
         """Run a step and return its output, float32 ``[n, Hq, D]``."""
         layout, plan = self.layout, build_step(self.plan, requests, self.threads)
-        n = plan.num_rows
-        append, seal, attend, carry = self.kernels
-        rope = np.concatenate(
-            [np.ones((n, layout.head_dim // 2)), np.zeros((n, layout.head_dim // 2))], axis=1
-        )
-        q, out = self.tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32)), None
-        counts, faults = self.tensor(plan.plan_counts), self.tensor(plan.kv_faults)
-        append(
-            self.tensor(qkv), self.tensor(rope.astype(np.float32)), self.tensor(plan.append_slots[:n]),
-            self.layer, self.open, self.workspace, faults, q,
+        n, kernels = plan.num_rows, self.kernels
+        rope = np.zeros((n, layout.head_dim), np.float32)
+        rope[:, : layout.head_dim // 2] = 1
+        q = np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32)
+        out, faults, counts = q.copy(), plan.kv_faults, plan.plan_counts
+        kernels.append(qkv, rope, plan.append_slots[:n], self.layer, self.open, self.workspace, faults, q)
+        self.faults = faults[:n].copy()
+        self._record(requests, plan.append_slots[:n], q)
+        kernels.seal(q, self.open, self.workspace, counts, plan.seal_tasks, self.layer, self.pool)
+        sinks = [self.sinks] if self.variant.sinks else []
+        kernels.attend(
+            q, self.pool, self.workspace, plan.positions[:n], plan.page_table, counts, plan.attention_tasks,
+            plan.merge_tasks, *sinks, self.layer, self.open, self.scratch, out,
         )  # fmt: skip
-        self.faults = faults.numpy()[:n]
-        self._record(requests, plan.append_slots[:n], q.numpy())
-        seal(q, self.open, self.workspace, counts, self.tensor(plan.seal_tasks), self.layer, self.pool)
-        out = self.tensor(np.full((n, self.num_heads, layout.head_dim), np.nan, np.float32))
-        sinks = [self.tensor(self.sinks)] if self.variant.sinks else []
-        attend(
-            q, self.pool, self.workspace, self.tensor(plan.positions[:n]), self.tensor(plan.page_table),
-            counts, self.tensor(plan.attention_tasks), self.tensor(plan.merge_tasks), *sinks, self.layer,
-            self.open, self.scratch, out,
-        )  # fmt: skip
-        carry(self.workspace, counts, self.tensor(plan.carry_tasks), self.layer, self.open)
+        kernels.carry(self.workspace, counts, plan.carry_tasks, self.layer, self.open)
         plan.commit()
-        return out.numpy()
+        return out
 
     def _record(self, requests: list[tuple[Hashable, int]], slots: np.ndarray, q: np.ndarray) -> None:
         """Keep what ``kv_append`` made: rows of K, V (rotated if quantized) and Q, ``[H, (group,) D]``."""
         layout, rows = self.layout, []
-        opened, workspace = self.open.numpy()[:, self.layer], self.workspace.numpy()
+        opened, workspace = self.open[:, self.layer], self.workspace
         for slot, queries in zip(slots, q, strict=True):
             page, offset = divmod(int(slot), layout.page_size)
             unit = opened[page] if page < len(opened) else workspace[page - len(opened)]
@@ -144,7 +130,7 @@ class CacheRig:
             else:
                 k = unit[:, 0].reshape(-1, layout.page_size, layout.head_dim)[:, offset]
             v = unit[:, 1].reshape(-1, layout.page_size, layout.head_dim)[:, offset]
-            rows.append((k, v, queries.reshape(layout.num_kv_heads, -1, layout.head_dim)))
+            rows.append((k.copy(), v.copy(), queries.reshape(layout.num_kv_heads, -1, layout.head_dim)))
         at = 0
         for sequence, count in requests:
             self.rows.setdefault(sequence, []).extend(rows[at : at + count])
@@ -176,26 +162,32 @@ class CacheRig:
             at += count
         return out, expected
 
+    def _rows(self, sequence: Hashable, start: int, end: int) -> tuple[np.ndarray, ...]:
+        """Rows of a sequence: K and V ``[H, n, D]``, queries ``[H, n, group, D]``."""
+        k, v, queries = (np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence][start:end], strict=True))
+        return k, v, queries
+
+    def _sealed(self, sequence: Hashable, start: int) -> tuple[np.ndarray, np.ndarray]:
+        """K and V of the page that begins at a position, as its codes say."""
+        if (sequence, start) not in self.sealed:
+            layout = self.layout
+            keys, values, queries = self._rows(sequence, start, start + layout.page_size)
+            widths = None
+            if layout.k_bits is not None:
+                widths = kv_codec.key_widths(keys, queries[:, -1], layout)
+            unit = kv_codec.unpack_unit(kv_codec.seal_unit(keys, values, layout, widths), layout)
+            self.sealed[sequence, start] = unit["k"], unit["v"]
+        return self.sealed[sequence, start]
+
     def oracle(self, q: np.ndarray, sequence: Hashable, position: int) -> np.ndarray:
         """Attention of one row in numpy, over what the cache holds."""
         layout, page = self.layout, self.layout.page_size
-        keys, values, queries = (
-            np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence], strict=True)
-        )  # [H, t, D], queries [H, t, group, D]
         sealed = position // page * page
-        k, v = [], []
-        for start in range(0, sealed, page):
-            rows = slice(start, start + page)
-            widths = None
-            if layout.k_bits is not None:
-                widths = kv_codec.key_widths(keys[:, rows], queries[:, start + page - 1], layout)
-            words = kv_codec.seal_unit(keys[:, rows], values[:, rows], layout, widths)
-            unit = kv_codec.unpack_unit(words, layout)
-            k.append(unit["k"])
-            v.append(unit["v"])
-        own = slice(sealed, position + 1)
-        k.append(keys[:, own].astype(np.float32))
-        v.append(values[:, own].astype(np.float32))
+        pages = [self._sealed(sequence, start) for start in range(0, sealed, page)]
+        k, v = [k for k, _ in pages], [v for _, v in pages]
+        keys, values, _ = self._rows(sequence, sealed, position + 1)
+        k.append(keys.astype(np.float32))
+        v.append(values.astype(np.float32))
         group = self.num_heads // layout.num_kv_heads
         k, v = (np.repeat(np.concatenate(x, axis=1), group, axis=0) for x in (k, v))
         scores = np.einsum("hd,htd->ht", q, k) * layout.head_dim**-0.5

@@ -48,7 +48,7 @@ def run(chunks: list[int], length: int, **options: int) -> tuple[np.ndarray, np.
         rows = np.concatenate([rig.random_rows(3 * len(company)), qkv[start : start + count]])
         outputs.append(rig.step([*company, ("a", count)], rows)[-count:])
         start += count
-    return np.concatenate(outputs), rig.pool.numpy()[list(rig.cache.sequence("a").pages), 0]
+    return np.concatenate(outputs), rig.pool[list(rig.cache.sequence("a").pages), 0]
 
 
 def test_same_bits_for_any_chunking_batch_split_and_thread_count() -> None:
@@ -76,9 +76,7 @@ def test_released_pages_are_not_read() -> None:
         if release:
             before = list(rig.cache.sequence("a").pages)
             assert rig.cache.release_unseen("a") == (300 + 1 - 2 * P) // P == 7
-            pool = rig.pool.numpy()
-            pool[before[:7]] = 0x7E007E00  # NaN as two halves, and as scales
-            rig.pool.copyfrom(pool)
+            rig.pool[before[:7]] = 0x7E007E00  # NaN as two halves, and as scales
         outputs.append([rig.step([("a", n)], qkv[at : at + n]) for at, n in ((300, 90), (390, 1), (391, 29))])
         assert rig.cache.sequence("a").first_page == 7 * release
     for kept, released in zip(*outputs, strict=True):

@@ -12,7 +12,7 @@ import pytest
 import tvm
 
 from cuda_emulator import build, compiler, run
-from kernel_rig import CacheRig, relative_error
+from kernel_rig import CacheKernels, CacheRig, relative_error
 from kvq.compiler.target import cuda_target
 from kvq.layout import KVLayout
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
@@ -39,17 +39,17 @@ class Emulated:
 
     def __call__(self, *values) -> None:
         given = dict(zip(self.names, values, strict=True))
-        arrays = {f"{name}_ptr": v.numpy() for name, v in given.items() if not isinstance(v, int)}
-        sizes = {"num_open": len(given["kv_open"].numpy()), "layer": given["layer"]}
+        arrays = {f"{name}_ptr": v for name, v in given.items() if not isinstance(v, int)}
+        sizes = {"num_open": len(given["kv_open"]), "layer": given["layer"]}
         for name in ("tasks", "q", "carries"):
             if name in given:
-                sizes["n" if name == "q" else "num_tasks"] = len(given[name].numpy())
+                sizes["n" if name == "q" else "num_tasks"] = len(given[name])
         grid = [(x, y) for x in range(self.blocks[0]) for y in range(self.blocks[1](given))]
         order = np.random.default_rng(0).permutation(len(grid))
         after = run(self.program, {**arrays, **sizes}, [grid[i] for i in order])
         for name, value in given.items():
             if f"{name}_ptr" in after and not isinstance(value, int):
-                value.copyfrom(after[f"{name}_ptr"])
+                value[...] = after[f"{name}_ptr"]
 
 
 @cache
@@ -58,7 +58,7 @@ def kernels(layout: KVLayout, heads: int, variant: AttentionVariant):
     from kvq.schedules.cuda.prefill_warp import Place
 
     def length(name):
-        return lambda given: len(given[name].numpy())
+        return lambda given: len(given[name])
 
     total = -(-(heads + 2 * layout.num_kv_heads) // kv_append.WARPS)
     kv_heads = layout.num_kv_heads
@@ -96,11 +96,12 @@ def kernels(layout: KVLayout, heads: int, variant: AttentionVariant):
 class EmulatedRig(CacheRig):
     """The rig's steps through the emulator."""
 
-    def build_kernels(self, opt: str):
+    def build_kernels(self, backend: None) -> CacheKernels:
         from kvq.schedules.cuda.prefill_attention import attention_shape
 
         shape = attention_shape(self.layout, self.num_heads)
-        return kernels(self.layout, self.num_heads, self.variant), (4, shape.tile_rows, shape.scratch_extra)
+        made = kernels(self.layout, self.num_heads, self.variant)
+        return CacheKernels(*made, 4, shape.tile_rows, shape.scratch_extra)
 
 
 def layout_of(k_bits, v_bits, dim=64, page=64, heads=1) -> KVLayout:
