@@ -1,7 +1,6 @@
 """Where kernel tests run: each backend makes kernels and runs them on numpy arrays.
 
-A test that takes the fixture :func:`backend` runs on all of them; a new one needs an entry in
-:data:`BACKENDS`.
+A test with a parameter for :data:`BACKENDS` runs on all of them; a new one needs an entry there.
 """
 
 from __future__ import annotations
@@ -150,10 +149,8 @@ BACKENDS: tuple[KernelBackend, ...] = (
 )
 
 
-@pytest.fixture(scope="session", params=BACKENDS, ids=lambda backend: backend.name)
-def backend(request: pytest.FixtureRequest) -> KernelBackend:
-    """Each backend in turn; to be imported by a test module."""
-    reason = request.param.missing()
-    if reason is not None:
+def present(backend: KernelBackend) -> KernelBackend:
+    """The backend; skips the test where the machine lacks something."""
+    if reason := backend.missing():
         pytest.skip(reason)
-    return request.param
+    return backend

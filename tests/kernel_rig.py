@@ -164,7 +164,9 @@ class CacheRig:
 
     def _rows(self, sequence: Hashable, start: int, end: int) -> tuple[np.ndarray, ...]:
         """Rows of a sequence: K and V ``[H, n, D]``, queries ``[H, n, group, D]``."""
-        k, v, queries = (np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence][start:end], strict=True))
+        k, v, queries = (
+            np.stack(x).swapaxes(0, 1) for x in zip(*self.rows[sequence][start:end], strict=True)
+        )
         return k, v, queries
 
     def _sealed(self, sequence: Hashable, start: int) -> tuple[np.ndarray, np.ndarray]:

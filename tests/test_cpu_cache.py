@@ -1,4 +1,4 @@
-"""The CPU's cache kernels: more shapes than other backends get, plain code, and the same bits however steps are cut."""
+"""The CPU's cache kernels: more shapes, plain code, and the same bits however steps are cut."""
 
 from __future__ import annotations
 

@@ -5,32 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_backends import BACKENDS, CPU, KernelBackend
-from kernel_rig import random_rows, relative_error
-from kvq.quantization.storage import STORAGES, pack_codes
+from kernel_backends import BACKENDS, CPU, KernelBackend, present
+from kernel_rig import relative_error
+from kernel_weights import Weight
 
 
 @pytest.fixture(params=[b for b in BACKENDS if b is not CPU], ids=lambda backend: backend.name)
 def gpu(request: pytest.FixtureRequest) -> KernelBackend:
-    if reason := request.param.missing():
-        pytest.skip(reason)
-    return request.param
-
-
-class Weight:
-    """A random weight ``[n, k]``: the arrays that kernels take, and its value."""
-
-    def __init__(self, n: int, k: int, storage: str) -> None:
-        kind = STORAGES[storage]
-        if kind.bits is None:
-            self.arrays = [np.random.default_rng(n).standard_normal((n, k)).astype(storage)]
-            self.value = self.arrays[0].astype(np.float32)
-            return
-        rows = random_rows(n, k, storage)
-        self.value = rows.dequantized()
-        self.arrays = [pack_codes(rows.codes, kind.bits), rows.scale]
-        if rows.offset is not None:
-            self.arrays.append(rows.offset)
+    return present(request.param)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +21,11 @@ class Weight:
 )
 def test_a_product_of_one_row_of_few_and_of_many(gpu, n, k, storage):
     """The last rows and outputs of a workgroup, and inputs that are no whole number of steps."""
-    weight, kernel = Weight(n, k, storage), gpu.build(gpu.kernels.linear(n, k, storage))
+    weight, kernel = Weight(n, k, storage, gpu), gpu.build(gpu.kernels.linear(n, k, storage))
     x, found = np.random.default_rng(1).standard_normal((70, k)).astype(np.float32), {}
     for rows in (1, 3, 32, 33, 70):
         found[rows] = np.full((rows, n), np.nan, np.float32)
-        kernel(x[:rows], *weight.arrays, found[rows])
+        kernel(x[:rows], *weight.tensors, found[rows])
         assert relative_error(found[rows], x[:rows] @ weight.value.T) < 3e-6
     for less, more in ((1, 3), (3, 32), (33, 70)):  # kernels of one row and of few sum in the same order
         np.testing.assert_array_equal(found[less], found[more][:less])
@@ -52,11 +34,11 @@ def test_a_product_of_one_row_of_few_and_of_many(gpu, n, k, storage):
 @pytest.mark.parametrize(("shared", "storage"), [(True, "int4"), (False, "float16")])
 def test_products_with_experts(gpu, shared, storage):
     n, k, experts, top, rows = 40, 64, 5, 2, 9
-    weight, rng = Weight(n * experts, k, storage), np.random.default_rng(2)
+    weight, rng = Weight(n * experts, k, storage, gpu), np.random.default_rng(2)
     x = rng.standard_normal((rows, k) if shared else (rows, top, k)).astype(np.float32)
     chosen = rng.integers(0, experts, (rows, top)).astype(np.int32)
     out = np.full((rows, top, n), np.nan, np.float32)
-    gpu.build(gpu.kernels.expert_linear(n, k, experts, top, shared, storage))(x, *weight.arrays, chosen, out)
+    gpu.build(gpu.kernels.expert_linear(n, k, experts, top, shared, storage))(x, *weight.tensors, chosen, out)
     inputs = np.broadcast_to(x[:, None], (rows, top, k)) if shared else x
     matrices = weight.value.reshape(experts, n, k)[chosen]
     assert relative_error(out, np.einsum("ntk,ntok->nto", inputs, matrices)) < 3e-6

@@ -8,7 +8,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from kernel_backends import BACKENDS
+from kernel_backends import BACKENDS, present
 from kvq.schedules.gpu.block import ATTRIBUTES, launch, put, run, shared, sync, when
 
 _THREADS, _WIDTH = 32, 64
@@ -49,9 +49,7 @@ def reverse_and_scale(reach: int = _WIDTH):
 
 @pytest.mark.parametrize("gpu", _GPUS)
 def test_several_launches_under_conditions(gpu):
-    if gpu.missing():
-        pytest.skip(gpu.missing())
-    kernel = gpu.build(reverse_and_scale())
+    kernel = present(gpu).build(reverse_and_scale())
     rng = np.random.default_rng(0)
     for n in (2, 5):
         x = rng.random((n, _WIDTH)).astype(np.float16)
@@ -66,9 +64,7 @@ def test_several_launches_under_conditions(gpu):
 
 @pytest.mark.parametrize("gpu", _EMULATED)
 def test_arguments_that_do_not_fit(gpu):
-    if gpu.missing():
-        pytest.skip(gpu.missing())
-    kernel = gpu.build(reverse_and_scale())
+    kernel = present(gpu).build(reverse_and_scale())
     x, out = np.zeros((3, _WIDTH), np.float16), np.zeros((3, 2, _WIDTH), np.float32)
     for arguments, message in (
         ((x.astype(np.float32), 0, 1.0, out), "float16"),
@@ -82,9 +78,7 @@ def test_arguments_that_do_not_fit(gpu):
 
 def test_an_access_beyond_an_array_is_an_error_in_msl():
     msl = next(b for b in BACKENDS if b.name == "msl")
-    if msl.missing():
-        pytest.skip(msl.missing())
-    kernel = msl.build(reverse_and_scale(reach=_WIDTH + 4))
+    kernel = present(msl).build(reverse_and_scale(reach=_WIDTH + 4))
     x, out = np.zeros((3, _WIDTH), np.float16), np.zeros((3, 2, _WIDTH), np.float32)
     with pytest.raises(RuntimeError, match="heap-buffer-overflow"):
         kernel(x, 1, 1.0, out)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_backends import backend, cache_kernels, kernel  # noqa: F401
+from kernel_backends import BACKENDS, KernelBackend, cache_kernels, kernel, present
 from kernel_rig import CacheRig, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
+
+
+@pytest.fixture(params=BACKENDS, ids=lambda backend: backend.name)
+def backend(request: pytest.FixtureRequest) -> KernelBackend:
+    return present(request.param)
 
 
 def layout_of(k_bits, v_bits, dim=64, heads=1, page=32, **options) -> KVLayout:
@@ -36,7 +41,7 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.parametrize(("layout", "group", "variant"), CASES, ids=IDS)
-def test_steps_equal_the_oracle(backend, layout, group, variant):  # noqa: F811
+def test_steps_equal_the_oracle(backend, layout, group, variant):
     """A ragged batch: a long prompt in chunks, a short one beside it, decode of both."""
     rig = CacheRig(
         layout, group, backend=backend, layer=1, num_pages=12, num_open=2, variant=variant, query_gain=2.0
@@ -65,10 +70,12 @@ def make_rows(layout: KVLayout, rng: np.random.Generator) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("layout", "group", "variant"), CASES, ids=IDS)
-def test_sealed_pages_have_the_words_of_the_reference(backend, layout, group, variant):  # noqa: F811
+def test_sealed_pages_have_the_words_of_the_reference(backend, layout, group, variant):
     rng, heads = np.random.default_rng(layout.head_dim), layout.num_kv_heads
     page, dim = layout.page_size, layout.head_dim
-    kv_open = np.stack([[make_rows(layout, rng) for _ in range(2)] for _ in range(3)]).astype(layout.row_dtype)
+    kv_open = np.stack([[make_rows(layout, rng) for _ in range(2)] for _ in range(3)]).astype(
+        layout.row_dtype
+    )
     workspace = np.stack([make_rows(layout, rng) for _ in range(2)]).astype(layout.row_dtype)
     pool = np.full(layout.pool_shape(5), 0xABABABAB, np.uint32)
     tasks = np.array([[1, 3, 5], [4, 0, 2], [0, 1, 0]], np.int32)
@@ -87,7 +94,7 @@ def test_sealed_pages_have_the_words_of_the_reference(backend, layout, group, va
     assert (untouched == 0xABABABAB).all()
 
 
-def test_nan_and_infinity_are_replaced_and_counted(backend):  # noqa: F811
+def test_nan_and_infinity_are_replaced_and_counted(backend):
     layout, group, _ = CASES[0]
     rig = CacheRig(layout, group, backend=backend, layer=1, num_pages=12, num_open=2)
     qkv, heads = rig.random_rows(70), rig.num_heads
@@ -108,7 +115,7 @@ def test_nan_and_infinity_are_replaced_and_counted(backend):  # noqa: F811
     np.testing.assert_array_equal(unit["v"][0, 6], 0)
 
 
-def test_repeated_token_over_pages_is_exact(backend):  # noqa: F811
+def test_repeated_token_over_pages_is_exact(backend):
     """Equal keys make every channel constant: its range is zero, and the cache must hold it exactly."""
     layout, group, _ = CASES[0]
     rig = CacheRig(layout, group, backend=backend, layer=1, num_pages=12, num_open=2)
@@ -123,7 +130,7 @@ def test_repeated_token_over_pages_is_exact(backend):  # noqa: F811
 
 
 @pytest.mark.parametrize("rotary", [0, 32, 64])
-def test_rope_of_part_of_a_head(backend, rotary):  # noqa: F811
+def test_rope_of_part_of_a_head(backend, rotary):
     """The halves of the rotary part form pairs; the rest of the head passes."""
     layout, n = layout_of(None, None, page=64), 6
     append = kernel(backend, "kv_append", layout, 2, rotary, 1.0, "float32")
@@ -147,7 +154,7 @@ def test_rope_of_part_of_a_head(backend, rotary):  # noqa: F811
     np.testing.assert_array_equal(v, qkv[:, 3].astype(np.float16))
 
 
-def test_rope_table_is_accurate_far_from_the_start(backend):  # noqa: F811
+def test_rope_table_is_accurate_far_from_the_start(backend):
     positions = np.array([0, 1, 77, 8191, 131071], np.int32)
     frequency = (10000.0 ** -(np.arange(32) / 32)).astype(np.float32)
     out = np.full((5, 64), np.nan, np.float32)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernel_rig import build, relative_error, tensor
+from kernel_backends import CPU, CpuBackend
+from kernel_rig import relative_error
+from kernel_weights import Weight
 from kvq.compiler.target import cpu_target
 from kvq.errors import CompileError
-from kvq.passes.lower_weights import WeightPlan
 from kvq.schedules.cpu import experts
-from test_kernels_linear import Weight, empty
 
 ROWS = 70
 NUM, TOP = 5, 2
@@ -27,14 +27,14 @@ def test_routing(num: int, top: int, normalize: bool) -> None:
     logits = (4 * np.random.default_rng(0).standard_normal((ROWS, num))).astype(np.float32)
     logits[3] = 1.5  # of equal ones the first
     logits[4, 1:] = -200  # the others underflow
-    weights, chosen = empty(ROWS, top), empty(ROWS, top, dtype="int32")
-    build(experts.route_experts(num, top, normalize))(tensor(logits), weights, chosen)
+    weights, chosen = np.full((ROWS, top), 77, np.float32), np.full((ROWS, top), 77, np.int32)
+    CPU.build(experts.route_experts(num, top, normalize))(logits, weights, chosen)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :top]
-    np.testing.assert_array_equal(chosen.numpy(), order)
+    np.testing.assert_array_equal(chosen, order)
     likelihood = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
     expected = np.take_along_axis(likelihood, order, axis=1)
     expected /= (expected if normalize else likelihood).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(weights.numpy(), expected, rtol=2e-6, atol=1e-30)
+    np.testing.assert_allclose(weights, expected, rtol=2e-6, atol=1e-30)
 
 
 @pytest.mark.parametrize(
@@ -44,26 +44,17 @@ def test_routing(num: int, top: int, normalize: bool) -> None:
 def test_product(opt: str, shared: bool, storage: str, k: int) -> None:
     """More inputs than are float32 at a time; inputs shared by a row's experts, or one for each."""
     rng, n = np.random.default_rng(1), 48
-    if storage == "float16":
-        values = rng.standard_normal((NUM * n, k)).astype(np.float16)
-        plan = WeightPlan(cpu_target(opt).kernels)
-        plan.add("w.weight", values.shape, storage)
-        (stored,) = plan.tensors
-        prepared = empty(*stored.shape, dtype=stored.dtype)
-        build(plan.prepare[stored.function][0])(tensor(values), prepared)
-        tensors, values = [prepared], values.astype(np.float32)
-    else:
-        weight = Weight(NUM * n, k, storage)
-        tensors, values = weight.tensors, weight.value
-    matrices = values.reshape(NUM, n, k)
+    backend = CpuBackend(opt)
+    weight = Weight(NUM * n, k, storage, backend)
+    matrices = weight.value.reshape(NUM, n, k)
     chosen = chosen_experts(rng)
     x = rng.standard_normal((ROWS, k) if shared else (ROWS, TOP, k)).astype(np.float32)
-    kernel = build(experts.expert_linear(n, k, NUM, TOP, shared, storage, cpu_target(opt).isa), opt)
+    kernel = backend.build(backend.kernels.expert_linear(n, k, NUM, TOP, shared, storage))
     results = []
     for rows in (1, 7, ROWS):
-        y = empty(rows, TOP, n)
-        kernel(tensor(x[:rows]), *tensors, tensor(chosen[:rows]), y)
-        results.append(y.numpy())
+        y = np.full((rows, TOP, n), 77, np.float32)
+        kernel(x[:rows], *weight.tensors, chosen[:rows], y)
+        results.append(y)
     for y in results:
         np.testing.assert_array_equal(y, results[-1][: len(y)])
     inputs = np.repeat(x[:, None], TOP, axis=1) if shared else x

@@ -19,7 +19,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import op, spec
 
 from foreign_module import DIM, HEADS, KV_HEADS, LAYERS, ROTARY, THETA, foreign_module
-from kernel_rig import relative_error, tensor
+from kernel_rig import relative_error
 from kvq.compiler.target import cpu_target
 from kvq.config import ModelConfig
 from kvq.errors import CompileError
@@ -254,16 +254,16 @@ class ForeignRig:
         self.cache = PagedKVCache(self.layout, 12, 3, 4)
         self.plan = StepPlan(self.cache, 256, 36, SPLIT_PAGES, 8, TILE_ROWS)
         self.state = self.machine["create_paged_kv_cache"](tvm.runtime.ShapeTuple([12, 3, 4]))
-        self.scratch = tensor(np.zeros((8, HEADS, DIM + SCRATCH_EXTRA), np.float32))
+        self.scratch = tvm.runtime.tensor(np.zeros((8, HEADS, DIM + SCRATCH_EXTRA), np.float32))
 
     def step(self, requests: list[tuple[str, int]], qkv: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         plan = build_step(self.plan, requests, 2)
         n = plan.num_rows
-        lists = {name: tensor(getattr(plan, name)) for name in CACHE_PARAMETERS[7:]}
-        rows = {name: tensor(getattr(plan, name)[:n]) for name in CACHE_PARAMETERS[5:7]}
+        lists = {name: tvm.runtime.tensor(getattr(plan, name)) for name in CACHE_PARAMETERS[7:]}
+        rows = {name: tvm.runtime.tensor(getattr(plan, name)[:n]) for name in CACHE_PARAMETERS[5:7]}
         before = [np.from_dlpack(x).ctypes.data for x in self.state]
         out, positions, state = self.machine["batch_decode"](
-            tensor(qkv[:, None]), *self.state, self.scratch, tensor(plan.kv_faults),
+            tvm.runtime.tensor(qkv[:, None]), *self.state, self.scratch, tvm.runtime.tensor(plan.kv_faults),
             *rows.values(), *lists.values(), (),
         )  # fmt: skip
         assert [np.from_dlpack(x).ctypes.data for x in state] == before  # written in place
