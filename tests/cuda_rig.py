@@ -59,13 +59,14 @@ def kernel(name: str, *arguments: Any) -> Any:
 
 def build(path: Path, name: str, arguments: tuple[Any, ...], archs: str | None = None) -> None:
     """Compile the kernel to a library."""
-    from kvq.compiler.link import link_shared
+    from kvq.compiler.hosts import this_host
+    from kvq.compiler.link import linker_for
     from kvq.compiler.target import cuda_target
 
     target = cuda_target(archs)
     func = getattr(target.kernels, name)(*arguments).with_attr("global_symbol", "main")
     built = tvm.compile(tvm.IRModule({"main": func}), target=target.target, tir_pipeline=target.tir_pipeline)
-    built.mod.export_library(str(path), fcompile=link_shared, fpack_imports=target.pack_imports)
+    built.mod.export_library(str(path), fcompile=linker_for(this_host()), fpack_imports=target.pack_imports)
 
 
 @cache

@@ -8,7 +8,8 @@ import pytest
 
 from kvq.compiler import compile_model
 from kvq.compiler.compile import parse_overrides
-from kvq.compiler.link import find_linker, link_shared
+from kvq.compiler.hosts import this_host
+from kvq.compiler.link import find_linker, linker_for
 from kvq.compiler.target import cpu_target
 from kvq.config import ChatConfig
 from kvq.errors import CompileError, ConfigError
@@ -100,4 +101,4 @@ def test_linker_is_found_or_named(monkeypatch, tmp_path):
         find_linker()
     monkeypatch.setenv("CC", "/bin/false")
     with pytest.raises(CompileError, match="/bin/false could not link"):
-        link_shared(str(tmp_path / "a.so"), [])
+        linker_for(this_host())(str(tmp_path / "a.so"), [])

@@ -10,6 +10,8 @@ NAME = "compile"
 _EXAMPLE = """example:
   kvq compile dist/smollm2/mlc-chat-config.json --opt O2 -o dist/smollm2/lib.so
   kvq compile dist/smollm2 --device cuda --cuda-arch sm_80,sm_90 -o dist/smollm2/lib-cuda.so
+  kvq compile dist/smollm2 --device metal:macos-arm64 -o dist/smollm2/lib-metal
+  kvq compile --list-devices
 """
 
 
@@ -22,9 +24,29 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", help="mlc-chat-config.json, or the directory that holds it")
-    parser.add_argument("-o", "--output", help="library to write (default: lib.so beside the configuration)")
-    parser.add_argument("--device", default="cpu", help="what to compile for: cpu or cuda")
+    parser.add_argument("config", nargs="?", help="mlc-chat-config.json, or the directory that holds it")
+    parser.add_argument(
+        "-o",
+        "--output",
+        help="library to write (default: lib beside the configuration, with the host's suffix)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="what to compile for: cpu, cuda, metal, vulkan, opencl or webgpu, also with a host: "
+        "cpu:linux-aarch64, metal:macos-arm64, vulkan:windows-x86_64 (default: cpu, this machine's host)",
+    )
+    parser.add_argument("--host", help="the host alone, e.g. linux-aarch64")
+    parser.add_argument(
+        "--mcpu",
+        metavar="LEVEL",
+        help="oldest x86-64 CPU: x86-64, x86-64-v3, x86-64-v4 (default: this machine's, else x86-64-v3)",
+    )
+    parser.add_argument(
+        "--list-devices",
+        action="store_true",
+        help="show what can be compiled for and run here, and what is missing",
+    )
     parser.add_argument(
         "--cuda-arch",
         metavar="LIST",
@@ -40,19 +62,27 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand."""
+    if args.list_devices:
+        _print_devices()
+        return 0
     from pathlib import Path
 
     from kvq.compiler import compile_model
     from kvq.compiler.compile import parse_overrides
     from kvq.config import ChatConfig
+    from kvq.errors import ConfigError
     from kvq.model.rope import describe_fixed_rope
 
+    if args.config is None:
+        raise ConfigError("which model? name its mlc-chat-config.json, or the directory that holds it")
     config = Path(args.config)
     directory = config if config.is_dir() else config.parent
     output = compile_model(
         config,
-        args.output or directory / "lib.so",
+        args.output or directory / "lib",
         device=args.device,
+        host=args.host,
+        mcpu=args.mcpu,
         cuda_arch=args.cuda_arch,
         opt=args.opt,
         overrides=args.overrides,
@@ -62,5 +92,16 @@ def run(args: argparse.Namespace) -> int:
     context = parse_overrides(args.overrides).get("context_window_size", chat.context_window_size)
     if note := describe_fixed_rope(chat.model, context):
         print(f"{output}: {note}", file=sys.stderr)
+    if args.output and Path(args.output) != output and Path(args.output).suffix:
+        print(f"{output}: named as the host's shared libraries are", file=sys.stderr)
     print(output)
     return 0
+
+
+def _print_devices() -> None:
+    from kvq.devices import list_devices
+
+    from .tables import print_table
+
+    rows = [(found.name, found.compiles, found.runs) for found in list_devices()]
+    print_table("Devices", ("--device", "compiles here", "runs here"), rows, texts=3)

@@ -17,8 +17,8 @@ def error_console() -> Console:
     return Console(stderr=True)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; the first column is text, the others are numbers.
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, texts: int = 1) -> None:
+    """Print a table; the first ``texts`` columns are text, the others are numbers.
 
     Lines are not folded where stdout is no terminal, so that a file or a pipe gets whole lines.
     """
@@ -28,7 +28,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
     table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="left" if index < texts else "right", no_wrap=not 0 < index < texts)
     for row in rows:
         table.add_row(*row)
     console = Console() if sys.stdout.isatty() else Console(width=200)

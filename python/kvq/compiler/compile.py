@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,8 @@ from kvq.passes.pipeline import kvq_pipeline, run_pipeline
 from kvq.quantization.scheme import resolve
 from kvq.quantization.weights import stored_parameters
 
-from .link import link_shared
+from .hosts import HOSTS, Host, split_device
+from .link import linker_for
 from .target import EXACT_LEVELS, CompileTarget, target_for
 
 #: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
@@ -61,6 +63,8 @@ def compile_model(
     output: str | Path,
     *,
     device: str = "cpu",
+    host: str | None = None,
+    mcpu: str | None = None,
     cuda_arch: str | None = None,
     opt: str = "O2",
     overrides: str | None = None,
@@ -73,9 +77,14 @@ def compile_model(
     config_path : str or Path
         ``mlc-chat-config.json`` or the directory that holds it.
     output : str or Path
-        The library to write; an existing one is replaced only by a whole new one.
+        The library to write; an existing one is replaced only by a whole new one. Its suffix becomes what the
+        host's libraries have.
     device : str
-        What to compile for: ``cpu`` or ``cuda``.
+        What to compile for, with or without a host: ``cpu``, ``cuda``, ``metal:macos-arm64``.
+    host : str, optional
+        The host alone, a key of :data:`~kvq.compiler.hosts.HOSTS`.
+    mcpu : str, optional
+        Level of x86-64 CPUs, a key of :data:`~kvq.compiler.hosts.X86_LEVELS`.
     cuda_arch : str, optional
         GPU architectures such as ``sm_80,sm_90``; by default this machine's, or the usual ones.
     opt : str
@@ -101,10 +110,13 @@ def compile_model(
     asked = parse_overrides(overrides)
     page_size = asked.pop("page_size", PAGE_SIZE)
     config = config.model_copy(update=asked)
-    target = target_for(device, opt, cuda_arch)
-    _make_parent(Path(output))
+    kind, place = split_device(device, host)
+    target = target_for(kind, opt, cuda_arch, place, mcpu)
+    link = linker_for(place)
+    library = library_path(Path(output), place)
+    _make_parent(library)
     executable = _build(config, page_size, target, opt, Path(debug_dump) if debug_dump else None)
-    return _export(executable, target, Path(output))
+    return _export(executable, target, link, library)
 
 
 def _build(
@@ -209,11 +221,18 @@ def _make_parent(output: Path) -> None:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
 
 
-def _export(executable: Any, target: CompileTarget, output: Path) -> Path:
+def library_path(output: Path, host: Host) -> Path:
+    """The path with the suffix of the host's shared libraries: behind it, or instead of another host's."""
+    if output.suffix not in {known.suffix for known in HOSTS.values()}:
+        return output.with_name(output.name + host.suffix)
+    return output if host.is_here else output.with_suffix(host.suffix)
+
+
+def _export(executable: Any, target: CompileTarget, link: Callable[..., None], output: Path) -> Path:
     """Write the library under a temporary name, then rename it."""
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp.so")
+    temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp{output.suffix}")
     try:
-        executable.mod.export_library(str(temporary), fcompile=link_shared, fpack_imports=target.pack_imports)
+        executable.mod.export_library(str(temporary), fcompile=link, fpack_imports=target.pack_imports)
         temporary.replace(output)
     except OSError as error:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None

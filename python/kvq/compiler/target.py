@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import tvm
 from tvm import relax
 from tvm.ir.transform import Pass
 
-from kvq.cpu_features import detect
 from kvq.errors import CompileError
 from kvq.gpu_features import OLDEST_CUDA_ARCH, cuda_archs
 from kvq.schedules.backend import Kernels
@@ -21,14 +19,10 @@ from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.vector import CpuIsa
 
 from .gpu_target import GPU_LIMITS, gpu_target
-
-_AVX2 = ("avx2", "fma", "f16c")
-_VNNI512 = (*_AVX2, "avx512f", "avx512bw", "avx512vl", "avx512vnni")
+from .hosts import X86_LEVELS, Host, this_host
 
 #: CUDA architectures of a library that is compiled where there is no GPU: A100, RTX 40, H100.
 DEFAULT_CUDA_ARCHS = ("sm_80", "sm_89", "sm_90")
-#: Devices that ``--device`` knows.
-DEVICES = ("cpu", "cuda", *GPU_LIMITS)
 #: Optimization levels whose products take activations as they are.
 EXACT_LEVELS = ("O0", "O1")
 
@@ -112,7 +106,7 @@ class CpuTarget:
         return relax.get_default_pipeline(self.target)
 
 
-def cpu_target(opt: str = "O2", features: set[str] | None = None) -> CpuTarget:
+def cpu_target(opt: str = "O2", features: set[str] | None = None, host: Host | None = None) -> CpuTarget:
     """Choose from the features of a CPU; ``mcpu native`` would trust what a virtual machine pretends.
 
     Parameters
@@ -120,18 +114,24 @@ def cpu_target(opt: str = "O2", features: set[str] | None = None) -> CpuTarget:
     opt : str
         ``O0`` takes the baseline of the architecture, whatever the CPU has.
     features : set of str, optional
-        Of the CPU to compile for; this machine's by default.
+        Of the CPU to compile for; by default those that the host says.
+    host : Host, optional
+        Where the library will be loaded; this machine by default.
     """
-    have = detect() if features is None else features
-    cores = os.cpu_count() or 1
-    base: dict[str, Any] = {"kind": "llvm", "num-cores": cores}
-    if platform.machine().lower() in ("arm64", "aarch64"):
-        return CpuTarget({**base, "mattr": ["+neon"]}, CpuIsa(8, "generic"), ())
-    if opt != "O0" and have.issuperset(_VNNI512):
+    host = host or this_host()
+    have = host.features() if features is None else features
+    base: dict[str, Any] = {"kind": "llvm"}
+    if host.is_here:
+        base["num-cores"] = os.cpu_count() or 1
+    else:
+        base["mtriple"] = host.triple
+    if host.arch == "aarch64":
+        return CpuTarget({**base, "mcpu": host.cpu, "mattr": ["+neon"]}, CpuIsa(8, "generic"), ())
+    if opt != "O0" and have.issuperset(X86_LEVELS["x86-64-v4"]):
         options = {**base, "mcpu": "x86-64-v4", "mattr": ["+avx512vnni"]}
-        return CpuTarget(options, CpuIsa(16, "vnni512"), _VNNI512)
-    if opt != "O0" and have.issuperset(_AVX2):
-        return CpuTarget({**base, "mcpu": "x86-64-v3"}, CpuIsa(8, "maddubs"), _AVX2)
+        return CpuTarget(options, CpuIsa(16, "vnni512"), X86_LEVELS["x86-64-v4"])
+    if opt != "O0" and have.issuperset(X86_LEVELS["x86-64-v3"]):
+        return CpuTarget({**base, "mcpu": "x86-64-v3"}, CpuIsa(8, "maddubs"), X86_LEVELS["x86-64-v3"])
     return CpuTarget({**base, "mcpu": "x86-64"}, CpuIsa(8, "generic"), ())
 
 
@@ -145,10 +145,13 @@ class CudaTarget:
         Architectures with machine code in the library, oldest first.
     tensor_cores : bool
         Whether products round activations to fp16.
+    host : dict
+        What TVM's ``Target`` takes for the CPU that launches kernels.
     """
 
     archs: tuple[str, ...]
     tensor_cores: bool = False
+    host: dict[str, Any] = field(default_factory=lambda: {"kind": "llvm"})
 
     features = ()
 
@@ -171,7 +174,7 @@ class CudaTarget:
             "max_shared_memory_per_block": 49152,
             "thread_warp_size": 32,
         }
-        return tvm.target.Target(options, host={"kind": "llvm"})
+        return tvm.target.Target(options, host=self.host)
 
     @property
     def relax_pipeline(self) -> Pass:
@@ -214,18 +217,34 @@ def cuda_target(archs: str | None = None, tensor_cores: bool = False) -> CudaTar
     return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))), tensor_cores)
 
 
-def target_for(device: str, opt: str, cuda_arch: str | None = None) -> CompileTarget:
+def target_for(
+    device: str, opt: str, cuda_arch: str | None = None, host: Host | None = None, mcpu: str | None = None
+) -> CompileTarget:
     """The target of ``--device``.
+
+    Parameters
+    ----------
+    device : str
+        A key of :data:`~kvq.compiler.hosts.DEVICE_HOSTS`.
+    opt : str
+        The optimization level.
+    cuda_arch, mcpu : str, optional
+        What the options of that name say.
+    host : Host, optional
+        Where the library will be loaded; this machine by default.
 
     Raises
     ------
     CompileError
-        For a device that cannot be compiled for here, or ``--cuda-arch`` without CUDA.
+        For a device that cannot be compiled for here, or an option that goes with another one.
     """
-    if device not in DEVICES:
-        raise CompileError(f"--device {device!r} cannot be compiled for: use one of {', '.join(DEVICES)}")
-    if device == "cuda":
-        return cuda_target(cuda_arch, tensor_cores=opt not in EXACT_LEVELS)
-    if cuda_arch is not None:
+    if cuda_arch is not None and device != "cuda":
         raise CompileError("--cuda-arch goes with --device cuda")
-    return gpu_target(device) if device in GPU_LIMITS else cpu_target(opt)
+    if mcpu is not None and device != "cpu":
+        raise CompileError("--mcpu goes with --device cpu: a GPU's library runs on any CPU of its host")
+    host = host or this_host()
+    if device == "cuda":
+        return replace(cuda_target(cuda_arch, opt not in EXACT_LEVELS), host=host.options())
+    if device in GPU_LIMITS:
+        return gpu_target(device, host=host.options())
+    return cpu_target(opt, host.features(mcpu), host)
