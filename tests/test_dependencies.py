@@ -31,7 +31,7 @@ STOREYS = (
             "memory",
             "engine",
         ),
-        *("eval", "bench", "compare", "inspect_cache", "serve"),
+        *("eval", "bench", "compare", "inspect_cache", "serve", "devices"),
     },
     {"cli", "__main__"},
 )
