@@ -193,7 +193,7 @@ class LoadedModel:
     def _decode(self, ids: Any, draws: np.ndarray | None, plan: StepPlan) -> Results:
         """Run a planned step of one row a sequence."""
         step = self._steps.decode(ids, draws)
-        function = self.library.step_function("decode", plan.num_rows)
+        function = self.library.step_function("decode", step.ids.shape[0])
 
         def run() -> Results:
             return self._results(function(step.ids, *self._arguments(step))[0], step)

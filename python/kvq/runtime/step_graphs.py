@@ -13,7 +13,7 @@ from kvq.runtime.cuda_driver import CudaDriver
 logger = logging.getLogger("kvq")
 
 #: Graphs that are kept, the latest used ones.
-MAX_GRAPHS = 32
+MAX_GRAPHS = 64
 
 
 class StepGraphs:

@@ -189,24 +189,35 @@ class DeviceSteps:
 
     def decode(self, ids: Sequence[int], draws: np.ndarray | None = None) -> StepTensors:
         """Tensors of the planned step, for the library's ``decode``."""
-        tasks = self._tasks() if self._decode is None else self._decode_tasks(self._decode)
+        # without graphs every step has the rows that it has
+        rows = self.plan.num_rows if self._driver is None else self._decode_room()
+        fill = rows - self.plan.num_rows
+        tasks = self._filled_tasks(fill) if self._decode is None else self._decode_tasks(self._decode, fill)
         key: tuple[int, ...] = ()
         if self._driver is not None:
             # room for steps to come: kernels look at the counts, so what is behind them is not read
             seals, carries, _, merges = (int(count) for count in self.plan.plan_counts)
-            key = (
-                self.plan.num_rows,
-                _aligned(len(tasks)),
-                *(self._room(n) for n in (seals, carries, merges)),
-            )
+            key = (rows, _aligned(len(tasks)), *(self._room(n, rows) for n in (seals, carries, merges)))
+        column = np.zeros((rows, 1), np.int32)
+        column[: self.plan.num_rows, 0] = ids
         column_ids, drawn, faults, *rest = self._upload(
-            tasks, np.asarray(ids, np.int32)[:, None], _fields(draws, self.plan.num_rows), room=key[1:]
+            tasks, column, _fields(draws, rows), room=key[1:], fill=fill
         )
         return StepTensors(column_ids, None, drawn, faults, rest[0], rest[1], tuple(rest[2:]), key)
 
-    def _room(self, count: int) -> int:
+    def _decode_room(self) -> int:
+        """Rows of a decode step, so that few graphs serve all numbers of sequences.
+
+        The rows that fill it up are of no sequence: they are written to the workspace, which a decode step
+        does not use otherwise, and see the first token of the first sequence's open page.
+        """
+        rows = decode_room(self.plan.num_rows)
+        return rows if rows <= min(self.plan.max_rows, self.metadata.max_batch_size) else self.plan.num_rows
+
+    @staticmethod
+    def _room(count: int, rows: int) -> int:
         """Entries of a list of which a decode step has ``count``: one, or as many as there are rows."""
-        return 1 if count <= 1 else max(count, self.plan.num_rows)
+        return 1 if count <= 1 else max(count, rows)
 
     def faults(self) -> np.ndarray:
         """NaNs replaced and values saturated by the step that ran."""
@@ -228,18 +239,28 @@ class DeviceSteps:
         """The plan's attention tasks."""
         return self.plan.attention_tasks[: self.plan.plan_counts[2]]
 
-    def _decode_tasks(self, device: DecodeDevice) -> np.ndarray:
-        """The attention tasks of a step of one row a sequence, int32 ``[tasks, fields]``."""
+    def _filled_tasks(self, fill: int) -> np.ndarray:
+        """The plan's attention tasks, and those of ``fill`` rows more."""
+        rows, tasks = self.plan.num_rows, self._tasks()
+        more = [(row, row + 1, 0, tasks[0, 3], 0, 1, -1) for row in range(rows, rows + fill)]
+        return np.concatenate([tasks, np.array(more, np.int32).reshape(-1, 7)])
+
+    def _decode_tasks(self, device: DecodeDevice, fill: int) -> np.ndarray:
+        """The attention tasks of one row a sequence and of ``fill`` more, int32 ``[tasks, fields]``."""
         plan = self.plan
         spans = sorted(plan.attention_tasks[: plan.num_rows].tolist())  # one task a row, in any order
         rows = [(span[2], span[3], int(plan.positions[span[0]])) for span in spans]
+        rows += [(0, rows[0][1], 0)] * fill
         tasks = plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
         return np.array(tasks, np.int32)
 
-    def _upload(self, tasks: np.ndarray, *first: np.ndarray, room: tuple[int, ...] = ()) -> list[Any]:
+    def _upload(
+        self, tasks: np.ndarray, *first: np.ndarray, room: tuple[int, ...] = (), fill: int = 0
+    ) -> list[Any]:
         """Copy ``first``, the plan's arrays and the attention's tasks in one piece; their tensors.
 
-        ``room`` are the entries that tasks, seals, carries and merges get, instead of those that count;
+        ``fill`` rows follow the plan's (:meth:`_decode_room`). ``room`` are the entries that tasks, seals,
+        carries and merges get, instead of those that count;
         the page table then has all it may ever have.
         """
         plan, rows = self.plan, self.plan.num_rows
@@ -247,13 +268,14 @@ class DeviceSteps:
         length = len(tasks)
         if room:
             length, seals, carries, merges = room
+        workspace = plan.cache.open_pages.num_open * plan.cache.page_size
         counts = plan.plan_counts.copy()
         counts[2] = len(tasks)
         arrays = [
             *first,
-            plan.kv_faults[:rows],
-            plan.positions[:rows],
-            plan.append_slots[:rows],
+            _padded(plan.kv_faults[:rows], rows + fill),
+            np.pad(plan.positions[:rows], (0, fill)),
+            np.pad(plan.append_slots[:rows], (0, fill), constant_values=workspace),
             counts,
             plan.seal_tasks[:seals],
             plan.carry_tasks[:carries],
@@ -286,6 +308,12 @@ class DeviceSteps:
         if view is None:
             view = self._views[start, shape] = Int32View(self._buffer, start, shape)
         return view.tensor
+
+
+def decode_room(count: int) -> int:
+    """Rows that a decode step of ``count`` sequences is given."""
+    step = next(step for most, step in ((2, 1), (16, 4), (64, 8), (count, 16)) if count <= most)
+    return -(-count // step) * step
 
 
 def _fields(draws: np.ndarray | None, rows: int) -> np.ndarray:
