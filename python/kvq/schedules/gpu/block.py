@@ -75,9 +75,9 @@ def local(shape: tuple[int, ...], dtype: str):
     return T.alloc_buffer(shape, dtype, scope="local")
 
 
-def held(value):
-    """An int32 kept in a register: where it is used, passes would put the whole expression instead."""
-    register = local((1,), "int32")
+def held(value, dtype: str = "int32"):
+    """A value kept in a register: where an integer is used, passes would put the whole expression instead."""
+    register = local((1,), dtype)
     put(register, value, 0)
     return T.bind(register[0])
 
