@@ -24,13 +24,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     """
     from rich import box
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < texts else "right", no_wrap=not 0 < index < texts)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     console = Console() if sys.stdout.isatty() else Console(width=200)
     console.print(f"\n{title}", markup=False, highlight=False)
     console.print(table)

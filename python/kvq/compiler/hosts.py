@@ -83,7 +83,7 @@ HOSTS = {
         Host("linux-x86_64", "x86_64", "x86_64-linux-gnu", "x86_64-linux-gnu.2.28", ".so", "x86-64-v3"),
         Host("linux-aarch64", "aarch64", "aarch64-linux-gnu", "aarch64-linux-gnu.2.28", ".so", "generic"),
         Host("macos-arm64", "aarch64", "arm64-apple-macos12", "aarch64-macos.12.0", ".dylib", "apple-m1"),
-        Host("windows-x86_64", "x86_64", "x86_64-w64-windows-gnu", "x86_64-windows-gnu", ".dll", "x86-64-v3"),
+        Host("windows-x86_64", "x86_64", "x86_64-pc-windows-msvc", "x86_64-windows-gnu", ".dll", "x86-64-v3"),
         Host("android", "aarch64", "aarch64-linux-android28", "aarch64-linux-android", ".so", "generic"),
     )
 }

@@ -16,8 +16,15 @@ from .coff import undefined_symbols
 from .hosts import Host
 
 _COMPILERS = ("cc", "gcc", "clang", "g++", "c++")
-#: Windows binds each symbol to a library by name: TVM's, by the prefixes of what they export.
-_WINDOWS_LIBRARIES = {"TVMFFI": "tvm_ffi", "TVMBackend": "tvm_runtime"}
+_ZIG = [sys.executable, "-m", "ziglang"]
+#: The library of mathematical functions, where code says which libraries it needs.
+_MATH = {"linux-x86_64": "libm.so.6", "linux-aarch64": "libm.so.6", "android": "libm.so"}
+#: Windows binds each symbol to a library: TVM's by the prefixes of what they export, then the system's.
+_WINDOWS_LIBRARIES = {"TVMFFI": "tvm_ffi", "TVMBackend": "tvm_runtime", "__chkstk": "ntdll", "": "ucrtbase"}
+#: What a Windows library has beside its objects: a mark that it uses floats, and where its loading starts.
+_WINDOWS_START = """int _fltused;
+int DllMainCRTStartup(void *library, unsigned reason, void *reserved) { return 1; }
+"""
 
 
 def has_zig() -> bool:
@@ -41,7 +48,7 @@ def find_linker() -> list[str]:
         if found:
             return [found]
     if has_zig():
-        return [sys.executable, "-m", "ziglang", "cc"]
+        return [*_ZIG, "cc"]
     raise CompileError("no C compiler to link the library with: install gcc or clang, or pip install ziglang")
 
 
@@ -54,22 +61,17 @@ def linker_for(host: Host) -> Callable[..., None]:
         If there is nothing to link for it with.
     """
     if host.is_here:
-        command = find_linker()
+        command = [*find_linker(), "-shared", "-fPIC"]
     elif has_zig():
-        command = [sys.executable, "-m", "ziglang", "cc", "-target", host.zig]
+        # none of the host's own libraries: kernels take memory functions and mathematics, which are loaded
+        # wherever Python is, as is what they take from TVM
+        command = [*_ZIG, "cc", "-target", host.zig, "-nostdlib", "-shared", "-fPIC"]
     else:
         raise CompileError(f"linking for {host.name} needs the package ziglang: pip install 'kvq[cross]'")
 
     def link(output: str, objects: list[str], **_: object) -> None:
-        # what the library takes from TVM is in the process already, when it is loaded
-        extra = []
-        if host.suffix == ".dylib":
-            extra = ["-Wl,-undefined,dynamic_lookup"]
-        elif host.suffix == ".dll":
-            extra = _import_libraries(objects)
-        elif host.name == "android":
-            extra = ["-nostdlib"]
-        _run([*command, "-shared", "-fPIC", "-o", output, *objects, *extra], output)
+        extra = [] if host.is_here else _cross_inputs(host, command, objects)
+        _run([*command, "-o", output, *objects, *extra], output)
 
     link.object_format = "o"  # type: ignore[attr-defined]
     return link
@@ -82,16 +84,43 @@ def _run(command: list[str], output: str) -> None:
         raise CompileError(f"{command[0]} could not link {output}: {lines[-1]}")
 
 
-def _import_libraries(objects: list[str]) -> list[str]:
-    """Import libraries, beside the objects, for what they take from TVM's libraries."""
-    undefined = sorted(set().union(*(undefined_symbols(Path(path).read_bytes()) for path in objects)))
+def _cross_inputs(host: Host, command: list[str], objects: list[str]) -> list[str]:
+    """What the linker takes beside the objects; made in their directory."""
+    directory = Path(objects[0]).parent
+    if host.suffix == ".dylib":
+        return ["-Wl,-undefined,dynamic_lookup"]
+    if host.suffix == ".dll":
+        start = directory / "start.c"
+        start.write_text(_WINDOWS_START)
+        return [str(start), *_import_libraries(objects, directory)]
+    empty, math = directory / "empty.c", directory / "libm.so"
+    empty.write_text("")
+    name = f"-Wl,-soname,{_MATH[host.name]}"
+    _run([*command, name, "-o", str(math), str(empty)], str(math))
+    return ["-Wl,--no-as-needed", str(math)]
+
+
+def _import_libraries(objects: list[str], directory: Path) -> list[str]:
+    """Import libraries for what objects take from Windows' libraries and TVM's.
+
+    Raises
+    ------
+    CompileError
+        For a function that only a compiler's own library has.
+    """
+    defined = {"_fltused"}
+    undefined = set().union(*(undefined_symbols(Path(path).read_bytes()) for path in objects)) - defined
     made = []
     for prefix, library in _WINDOWS_LIBRARIES.items():
-        names = [name for name in undefined if name.startswith(prefix)]
-        definition = Path(objects[0]).with_name(f"{library}.def")
-        definition.write_text("\n".join([f"LIBRARY {library}.dll", "EXPORTS", *names, ""]))
-        out = str(definition.with_suffix(".lib"))
-        tool = [sys.executable, "-m", "ziglang", "dlltool", "-m", "i386:x86-64"]
-        _run([*tool, "-d", str(definition), "-l", out], out)
-        made.append(out)
+        names = sorted(name for name in undefined if name.startswith(prefix))
+        undefined -= set(names)
+        if prefix == "" and names and names[0].startswith("__"):
+            raise CompileError(
+                f"no library of Windows has {names[0]}: use --mcpu x86-64-v3 and --opt O1 or more"
+            )
+        if names:
+            definition = directory / f"{library}.def"
+            definition.write_text("\n".join([f"LIBRARY {library}.dll", "EXPORTS", *names, ""]))
+            made.append(str(definition.with_suffix(".lib")))
+            _run([*_ZIG, "dlltool", "-m", "i386:x86-64", "-d", str(definition), "-l", made[-1]], made[-1])
     return made
