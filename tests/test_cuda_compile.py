@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,11 @@ from kvq.compiler.fatbin import compile_fatbin, embed_fatbin, find_nvcc
 from kvq.compiler.target import DEFAULT_CUDA_ARCHS, cuda_target, target_for
 from kvq.errors import CompileError, LibraryError
 from kvq.gen_config import gen_config
+from kvq.gpu_features import cuda_archs
 from kvq.runtime.library import Library
+from kvq.schedules.cuda import weight_fragments
+from kvq.schedules.cuda.linear_tiles import TileProduct
+from kvq.schedules.cuda.tile_tuning import SOME_ROWS, tile_tuning
 from tiny_llama import TinyLlama
 
 _MAGIC = 0xBA55ED50
@@ -109,6 +114,25 @@ def test_architectures_are_sorted_and_local_ones_are_the_default(monkeypatch):
     assert cuda_target().archs == DEFAULT_CUDA_ARCHS
     with pytest.raises(CompileError, match="--cuda-arch goes with --device cuda"):
         target_for("cpu", "O2", "sm_80")
+
+
+def test_a_local_hopper_gets_code_of_its_own(monkeypatch, tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 8.9\necho 9.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert cuda_archs.__wrapped__() == ("sm_89", "sm_90a")
+
+
+@pytest.mark.parametrize("archs", [["sm_89"], ["sm_80", "sm_89", "sm_90"], ["sm_90"], ["sm_90a"]], ids=str)
+def test_tiles_fit_the_shared_memory_of_every_gpu(archs):
+    limit = (227 if min(archs) >= "sm_90" else 99) << 10
+    for n_out, most_rows, storage in product(
+        (576, 4096, 6144, 28672), (SOME_ROWS, None), weight_fragments.KINDS
+    ):
+        tuning = tile_tuning(n_out, storage, most_rows, archs)
+        assert TileProduct(n_out, 4096, storage, tuning).shared_bytes <= limit
+        assert tuning.stages >= (3 if tuning.wgmma else 2)
 
 
 def test_without_nvcc_there_is_one_line(monkeypatch, tmp_path):

@@ -12,23 +12,29 @@ from kvq.compiler.target import cuda_target
 from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
 from kvq.schedules.cuda import weight_fragments
 from kvq.schedules.cuda.linear_few import FewTuning, linear_few
-from kvq.schedules.cuda.linear_tiles import TileTuning, _Tiles, linear_tiles
+from kvq.schedules.cuda.linear_tiles import TileProduct, linear_tiles
+from kvq.schedules.cuda.tile_tuning import TileTuning
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 #: Outputs that are no whole number of tiles or blocks, units that warps cannot share evenly.
 N_OUT, K = 72, 192
-TILES = TileTuning(output_tiles=2, row_tiles=2, output_warps=1, row_warps=2, input_warps=2, stages=2)
+#: Products by warps and by groups of four; alone, and two blocks that share the inputs.
+TILES = [
+    TileTuning(output_tiles=2, row_tiles=2, output_warps=1, row_warps=2, input_warps=2, stages=2),
+    TileTuning(output_tiles=2, row_tiles=4, output_warps=4, row_warps=1, input_warps=1, stages=3, wgmma=True),
+    TileTuning(1, 4, 4, 1, input_warps=1, stages=3, splits=2, wgmma=True),
+]
 ROWS = 40
 
 
-def program(func, directory, shared_bytes: int, threads: int):
+def program(func, directory, shared_bytes: int, threads: int, cluster: int = 1):
     """The kernel, to run on the CPU."""
     target = cuda_target("sm_90")
     module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
     directory.mkdir()
-    return build(built.mod.imports[0].inspect_source("cuda"), directory, shared_bytes, threads)
+    return build(built.mod.imports[0].inspect_source("cuda"), directory, shared_bytes, threads, cluster)
 
 
 def prepare(directory, name: str, raw: np.ndarray, n: int, k: int) -> np.ndarray:
@@ -93,16 +99,25 @@ def test_few_rows(weight, tmp_path):
         assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
 
 
-def test_many_rows(weight, tmp_path):
+def in_operand_order(x: np.ndarray) -> np.ndarray:
+    """Rows as the kernels for many rows read them."""
+    places = np.arange(x.shape[1]).reshape(-1, 4, 8, 2).transpose(0, 2, 1, 3).ravel()
+    return np.ascontiguousarray(x[:, places])
+
+
+@pytest.mark.parametrize("tuning", TILES, ids=["warps", "groups", "cluster"])
+def test_many_rows(weight, tuning, tmp_path):
     storage, tensors, values = weight
     residual = storage != "int4"
-    func = linear_tiles(N_OUT, K, storage, TILES, residual)
-    shared_bytes = _Tiles(N_OUT, K, storage, TILES).shared_bytes
-    made = program(func, tmp_path / "tiles", shared_bytes, TILES.threads)
+    func = linear_tiles(N_OUT, K, storage, tuning, residual)
+    shared_bytes = TileProduct(N_OUT, K, storage, tuning).shared_bytes
+    made = program(func, tmp_path / "tiles", shared_bytes, tuning.threads, tuning.splits)
     x = rows(ROWS)
-    columns, lines = -(-N_OUT // TILES.outputs), -(-ROWS // TILES.rows)
+    columns, lines = -(-N_OUT // tuning.outputs), -(-ROWS // tuning.rows)
     blocks = [(i, j) for j in range(columns) for i in range(lines)]
-    out = execute(made, {"x_ptr": x, **tensors, **ends(ROWS, residual)}, ROWS, blocks)
+    if tuning.splits > 1:
+        blocks = [(0, *block) for block in blocks]
+    out = execute(made, {"x_ptr": in_operand_order(x), **tensors, **ends(ROWS, residual)}, ROWS, blocks)
     assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
 
 

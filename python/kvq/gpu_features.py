@@ -9,11 +9,16 @@ from functools import cache
 
 #: Oldest CUDA architecture with the instructions that the kernels need.
 OLDEST_CUDA_ARCH = 80
+#: The architecture whose code for it alone is much faster.
+HOPPER = 90
 
 
 @cache
 def cuda_archs() -> tuple[str, ...]:
-    """CUDA architectures of this machine's GPUs such as ``sm_90``, oldest first; empty without any."""
+    """CUDA architectures of this machine's GPUs such as ``sm_89``, oldest first; empty without any.
+
+    A Hopper GPU is ``sm_90a``, with the matrix instructions that no later GPU has.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
@@ -21,4 +26,6 @@ def cuda_archs() -> tuple[str, ...]:
     done = subprocess.run(query, capture_output=True, text=True, check=False)
     found = re.findall(r"^(\d+)\.(\d+)$", done.stdout, re.MULTILINE) if done.returncode == 0 else []
     numbers = sorted({int(major) * 10 + int(minor) for major, minor in found})
-    return tuple(f"sm_{number}" for number in numbers if number >= OLDEST_CUDA_ARCH)
+    return tuple(
+        f"sm_{number}" + ("a" if number == HOPPER else "") for number in numbers if number >= OLDEST_CUDA_ARCH
+    )

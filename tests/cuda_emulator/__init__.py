@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 _HEADER = Path(__file__).with_name("simt.h")
-_ASM = re.compile(r'asm volatile\("([^"]*)"\s*:([^:\n]*):([^:\n]*)(?::[^:\n]*)?\);')
+_ASM = re.compile(r'asm(?: volatile)?\("([^"]*)"\s*:([^:\n]*):([^:\n]*)(?::[^:\n]*)?\);')
 _TYPES = {"u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t", "s32": "int32_t", "f32": "float"}
 _SIZES = {"u8": 1, "u16": 2}
 
@@ -29,6 +29,9 @@ def _translate(match: re.Match[str]) -> str:
     """One instruction as a call."""
     text = match[1].rstrip(";")
     operands = re.findall(r'"=?\+?[a-z]"\((\w+)\)', match[2] + match[3])
+    if product := re.search(r"wgmma\.mma_async\S* \{([^}]*)\}, \{([^}]*)\}, (%\d+)", text):
+        sums, a, b = ([operands[int(i)] for i in re.findall(r"%(\d+)", part)] for part in product.groups())
+        return f"simt::start_product({{{', '.join('&' + name for name in sums)}}}, {', '.join([*a, *b])});"
 
     def named(part: str) -> str:
         return re.sub(r"%(\d+)", lambda m: operands[int(m[1])], part)
@@ -40,7 +43,9 @@ def _translate(match: re.Match[str]) -> str:
     if parts[0] in ("ld", "st"):
         kind, size = _TYPES[parts[-1]], _SIZES.get(parts[-1], 4) * len(values)
         base, _, offset = addresses[0].partition("+")
-        if parts[1] == "shared":
+        if parts[1] == "shared::cluster":
+            place = f"simt::at_cluster({base} + {offset or 0}, {size})"
+        elif parts[1] == "shared":
             place = f"simt::at_shared({base} + {offset or 0}, {size})"
         else:
             place = f"const_cast<uchar*>(simt::at_global((const uchar*){base} + {offset or 0}, {size}))"
@@ -55,6 +60,16 @@ def _translate(match: re.Match[str]) -> str:
         return "simt::copy_commit();"
     if opcode.startswith("cp.async.wait_group"):
         return f"simt::copy_wait({rest});"
+    if parts[0] == "wgmma":
+        calls = {"fence": ";", "commit_group": "simt::commit_products();"}
+        return calls.get(parts[1], f"simt::wait_products({rest});")
+    if opcode.startswith("barrier.cluster"):
+        return "simt::meet(simt::cluster, simt::cluster_size);" if parts[2] == "wait" else ";"
+    if opcode.startswith("ldmatrix"):
+        base, _, offset = addresses[0].partition("+")
+        return f"simt::load_matrices({base} + {offset or 0}, {', '.join(values)});"
+    if "%%" in text:
+        return f"{operands[0]} = {'simt::rank()' if text.endswith('ctarank') else 0};"
     if parts[0] in ("fence", "griddepcontrol"):
         return ";"
     if parts[0] == "atom":
@@ -63,9 +78,13 @@ def _translate(match: re.Match[str]) -> str:
         "mma": "simt::mma({});",
         "movmatrix": "simt::transpose({});",
         "prmt": "simt::pick_bytes({});",
+        "mov": "{} = {};",
+        "mapa": "{} = simt::map_shared({}, {});",
+        "lop3": "{} = {} & {} | {};",
     }
     if parts[0] in simple:
-        return simple[parts[0]].format(", ".join(values))
+        form = simple[parts[0]]
+        return form.format(*values) if form.count("{}") > 1 else form.format(", ".join(values))
     if opcode.startswith("ex2"):
         return f"{values[0]} = exp2f({values[1]});"
     if opcode == "cvt.rn.f16x2.f32":
@@ -79,8 +98,11 @@ def _translate(match: re.Match[str]) -> str:
     raise NotImplementedError(text)
 
 
-def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path:
-    """Compile the only kernel of ``source`` into a program; :func:`run` runs it."""
+def build(source: str, directory: Path, shared_bytes: int, threads: int, cluster: int = 1) -> Path:
+    """Compile the only kernel of ``source`` into a program; :func:`run` runs it.
+
+    ``cluster`` is the number of blocks, neighbours in x, that run together.
+    """
     helpers = "\n".join(
         m[0]
         for m in re.finditer(
@@ -92,7 +114,9 @@ def build(source: str, directory: Path, shared_bytes: int, threads: int) -> Path
     )
     assert found is not None, "no kernel"
     body = source[found.end() :]
-    body = re.sub(r"extern __shared__ __align__\(128\) uchar (\w+)\[\];", r"uchar* \1 = simt::shared;", body)
+    body = re.sub(
+        r"extern __shared__ __align__\(\d+\) uchar (\w+)\[\];", r"uchar* \1 = simt::shared();", body
+    )
     body = re.sub(r"__shared__ (alignas\(\d+\))", r"\1 static", body)
     names = [p.split()[-1] for p in found[2].split(",")]
     types = [" ".join(p.replace("__restrict__", "").split()[:-1]) for p in found[2].split(",")]
@@ -117,11 +141,12 @@ static void entry() {{
 int main(int argc, char** argv) {{
   int i = 1;
 {chr(10).join(reads)}
-  simt::start({threads}, {shared_bytes}, entry);
-  for (; i + 1 < argc; i += 2) {{
-    simt::block_index.x = atoi(argv[i]);
+  simt::start({threads}, {cluster}, {shared_bytes}, entry);
+  for (; i + 2 < argc; i += 3) {{
+    simt::block_index.x.first = atoi(argv[i]);
     simt::block_index.y = atoi(argv[i + 1]);
-    simt::run_block({threads});
+    simt::block_index.z = atoi(argv[i + 2]);
+    simt::run_cluster();
   }}
 {chr(10).join(writes)}
 }}
@@ -139,7 +164,7 @@ int main(int argc, char** argv) {{
 
 
 def run(
-    program: Path, arguments: dict[str, np.ndarray | int], blocks: Sequence[tuple[int, int]]
+    program: Path, arguments: dict[str, np.ndarray | int], blocks: Sequence[tuple[int, ...]]
 ) -> dict[str, np.ndarray]:
     """Run the program's blocks in the order given.
 
@@ -147,7 +172,8 @@ def run(
     ----------
     arguments : dict
         By the names in the source; arrays under ``NAME_ptr``.
-    blocks : sequence of (x, y)
+    blocks : sequence of (x, y) or (x, y, z)
+        The first of each cluster.
 
     Returns
     -------
@@ -163,7 +189,7 @@ def run(
             words.append(str(value.nbytes))
         else:
             words.append(str(value))
-    words += [str(i) for pair in blocks for i in pair]
+    words += [str(i) for block in blocks for i in (*block, 0)[:3]]
     done = subprocess.run([program, *words], cwd=program.parent, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:3000]
     arrays = {n: v for n, v in arguments.items() if isinstance(v, np.ndarray) and n in names}

@@ -1,4 +1,4 @@
-// One CUDA block at a time on a CPU: threads are fibers, what a warp does together is a meeting of its lanes.
+// One CUDA block, or cluster of blocks, at a time on a CPU: threads are fibers, what a warp does together is a meeting of its lanes.
 // Arrays are heap blocks of their exact sizes, so that AddressSanitizer sees every access beyond them.
 #include <immintrin.h>
 
@@ -50,25 +50,42 @@ using fibers::meet;
 
 typedef std::deque<std::vector<Copy>> Copies;  // groups of cp.async of a thread; the last one is open
 
+struct Product {
+  std::vector<float*> sums;
+  uint32_t a[4][4];  // of the lanes with the same rows
+  uint64_t b;
+};
+
+typedef std::deque<std::vector<Product>> Products;  // groups of wgmma of a thread; the last one is open
+
 struct Exchange {
   uint32_t words[32][6];
 };
 
 static std::vector<Copies> copies;
+static std::vector<Products> products;
 static std::vector<Meeting> warps;
 static std::vector<Exchange> exchanges[2];
-static Meeting block;
-static int block_size;
+static std::vector<Meeting> blocks;
+static Meeting cluster;
+static int block_size, cluster_size;  // in threads
 static int& current = fibers::current;
 static std::vector<int> turns;
-static uchar* shared;
+static uchar* shared_memories[8];  // of the cluster's blocks
 static size_t shared_size;
 static void (*kernel)();
 
+inline int rank() { return current / block_size; }
+inline uchar* shared() { return shared_memories[rank()]; }
+
 struct Index {
-  int x = 0, y = 0, z = 0;
+  struct X {
+    int first = 0;
+    operator int() const { return first + rank(); }
+  } x;
+  int y = 0, z = 0;
 };
-static Index block_index;
+static Index block_index;  // of the cluster's first block; the others are its right neighbours
 
 // The lanes' words, once all lanes have given theirs. Two exchanges take turns: nobody can be two meetings ahead.
 inline Exchange& exchange(const uint32_t* words, int count) {
@@ -84,12 +101,19 @@ inline uint32_t as_word(float low, float high) {
   return uint32_t(_cvtss_sh(low, 0)) | uint32_t(_cvtss_sh(high, 0)) << 16;
 }
 
-inline uchar* at_shared(uint32_t address, size_t size) {
+inline uchar* at_shared(uint32_t address, size_t size, int of) {
   if (address + size > shared_size || address % size) {
     fprintf(stderr, "shared memory: %zu bytes at %u of %zu\n", size, address, shared_size);
     abort();
   }
-  return shared + address;
+  return shared_memories[of] + address;
+}
+inline uchar* at_shared(uint32_t address, size_t size) { return at_shared(address, size, rank()); }
+
+// An address within the cluster has the block's rank in its highest byte.
+inline uint32_t map_shared(uint32_t address, uint32_t of) { return address | of << 24; }
+inline uchar* at_cluster(uint32_t address, size_t size) {
+  return at_shared(address & 0xffffff, size, int(address >> 24));
 }
 
 inline const uchar* at_global(const void* address, size_t size) {
@@ -149,6 +173,46 @@ inline void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_
   d0 = d[0], d1 = d[1], d2 = d[2], d3 = d[3];
 }
 
+inline void load_matrices(uint32_t address, uint32_t& d0, uint32_t& d1, uint32_t& d2, uint32_t& d3) {
+  at_shared(address, 16);
+  Exchange& e = exchange(&address, 1);
+  int lane = current % 32;
+  uint32_t* out[4] = {&d0, &d1, &d2, &d3};
+  for (int i = 0; i < 4; i++) memcpy(out[i], at_shared(e.words[8 * i + lane / 4][0] + lane % 4 * 4, 4), 4);
+}
+
+inline void start_product(std::vector<float*> sums, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+  uint32_t words[4] = {a0, a1, a2, a3};
+  Exchange& e = exchange(words, 4);
+  Product product{sums, {}, b};
+  for (int i = 0; i < 4; i++) memcpy(product.a[i], e.words[current % 32 / 4 * 4 + i], 16);
+  products[current].back().push_back(product);
+}
+
+inline void commit_products() { products[current].emplace_back(); }
+
+inline void finish(const Product& p) {
+  uint32_t start = uint32_t(p.b & 0x3fff) << 4, eight_rows = uint32_t(p.b >> 32 & 0x3fff) << 4;
+  for (size_t i = 0; i < p.sums.size(); i++) {
+    int half = i / 2 % 2, row = int(i) / 4 * 8 + current % 4 * 2 + i % 2;
+    for (int k = 0; k < 16; k++) {
+      uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
+      uint16_t bits;
+      memcpy(&bits, at_shared(address ^ (address >> 7 & 7) << 4, 2), 2);
+      *p.sums[i] += as_float(p.a[k % 8 / 2][half + k / 8 * 2], k % 2) * _cvtsh_ss(bits);
+    }
+  }
+}
+
+// B is read as late as it may be, so that a place that is filled again too early shows.
+inline void wait_products(size_t pending) {
+  auto& groups = products[current];
+  while (groups.size() > pending + 1) {
+    for (const Product& p : groups.front()) finish(p);
+    groups.pop_front();
+  }
+}
+
 inline void transpose(uint32_t& d, uint32_t a) {
   Exchange& e = exchange(&a, 1);
   int g = current % 32 / 4, c = current % 4;
@@ -173,20 +237,25 @@ T shuffle(T value, int lane) {
   return value;
 }
 
-inline void run_block(int count) {
+inline void run_cluster() {
+  int count = cluster_size;
   warps.assign(count / 32, {});
   for (auto& e : exchanges) e.assign(count / 32, {});
   turns.assign(count, 0);
-  block = {};
+  blocks.assign(count / block_size, {});
+  cluster = {};
   copies.assign(count, Copies(1));
-  memset(shared, 0xff, shared_size);
+  products.assign(count, Products(1));
+  for (int i = 0; i < count / block_size; i++) memset(shared_memories[i], 0xff, shared_size);
   fibers::run(count, kernel);
 }
 
-inline void start(int count, size_t bytes, void (*entry)()) {
+inline void start(int count, int cluster_blocks, size_t bytes, void (*entry)()) {
   block_size = count;
+  cluster_size = count * cluster_blocks;
   shared_size = bytes;
-  shared = static_cast<uchar*>(aligned_alloc(128, (bytes + 127) / 128 * 128));
+  for (int i = 0; i < cluster_blocks; i++)
+    shared_memories[i] = static_cast<uchar*>(aligned_alloc(1024, (bytes + 1023) / 1024 * 1024));
   kernel = entry;
 }
 
@@ -211,13 +280,13 @@ inline void write_array(const char* path, const void* data, size_t size) {
 
 struct ThreadIndex {
   struct X {
-    operator int() const { return simt::current; }
+    operator int() const { return simt::current % simt::block_size; }
   } x;
 };
 static ThreadIndex threadIdx;
 #define blockIdx simt::block_index
 
-inline void __syncthreads() { simt::meet(simt::block, simt::block_size); }
+inline void __syncthreads() { simt::meet(simt::blocks[simt::rank()], simt::block_size); }
 inline void __syncwarp() { simt::meet(simt::warps[simt::current / 32], 32); }
 template <typename T>
 T __shfl_sync(uint, T value, int lane, int) {
@@ -242,7 +311,7 @@ inline uint32_t __ballot_sync(uint, int predicate) {
   return found;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline uint32_t __cvta_generic_to_shared(void* p) { return uint32_t(static_cast<uchar*>(p) - simt::shared); }
+inline uint32_t __cvta_generic_to_shared(void* p) { return uint32_t(static_cast<uchar*>(p) - simt::shared()); }
 template <typename T>
 T atomicAdd(T* at, T value) {
   T before = *at;

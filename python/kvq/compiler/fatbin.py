@@ -70,7 +70,8 @@ def compile_fatbin(source: str, archs: tuple[str, ...]) -> bytes:
     command = [find_nvcc(), "--fatbin", "-O3", "-std=c++17", "-w", "--threads", "0"]
     for number in numbers:
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
-    command += ["-gencode", f"arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
+    if numbers[-1].isdigit():  # what is of one architecture alone has no successors
+        command += ["-gencode", f"arch=compute_{numbers[-1]},code=compute_{numbers[-1]}"]
     with tempfile.TemporaryDirectory() as directory:
         code, out = Path(directory) / "kernels.cu", Path(directory) / "kernels.fatbin"
         code.write_text(source)

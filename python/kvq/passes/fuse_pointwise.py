@@ -20,7 +20,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from kvq.schedules.backend import Kernels
 
-from .rounded_product import RoundedProduct
+from .rounded_product import RoundedProduct, rounding_order
 
 _NORM = Op.get("relax.nn.rms_norm")
 #: Activations of a gate, by their operators.
@@ -56,7 +56,7 @@ class _Rewriter(PyExprMutator):
         super().__init__(mod)
         self.mod, self.backend = mod, kernels
         self.kernels: dict[str, GlobalVar] = {}
-        #: builders of the quantizing variants, by the name of the plain kernel
+        #: builders of the quantizing variants from the order of rows, by the name of the plain kernel
         self.quantizing: dict[str, Any] = {}
         self.uses: dict[relax.Var, int] = {}
 
@@ -88,7 +88,7 @@ class _Rewriter(PyExprMutator):
         if call.op == _ADD and _is_rows(call.ty) and once[1]:
             return self.residual(call)
         if _is_kernel(call, "quantize_rows_"):
-            return self.quantize(call)
+            return self.quantize(call, rounding_order(call.args[0].name_hint))
         if call.op == _RESHAPE:
             inner = self._value(call.args[0])
             if isinstance(inner, relax.Call) and inner.op == _RESHAPE:
@@ -99,7 +99,7 @@ class _Rewriter(PyExprMutator):
         dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
         name = f"rms_norm_{dim}_{eps:g}".replace("-", "m").replace(".", "_")
         if rounded := self.backend.rounded:
-            self.quantizing[name] = lambda: rounded.rms_norm(dim, eps)
+            self.quantizing[name] = lambda order: rounded.rms_norm(dim, eps, order)
         kernel = self.kernel(name, lambda: self.backend.rms_norm(dim, eps))
         return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
 
@@ -111,17 +111,18 @@ class _Rewriter(PyExprMutator):
         dim = int(source.ty.shape[1]) // 2
         name = f"{activation}_gate_{dim}"
         if rounded := self.backend.rounded:
-            self.quantizing[name] = lambda: rounded.gate(dim, activation)
+            self.quantizing[name] = lambda order: rounded.gate(dim, activation, order)
         kernel = self.kernel(name, lambda: self.backend.gate(dim, activation))
         return relax.call_tir(kernel, [source], out_ty=call.ty)
 
-    def quantize(self, call: relax.Call) -> relax.Expr:
+    def quantize(self, call: relax.Call, order: str) -> relax.Expr:
         """``quantize_rows(kernel(...))`` to the quantizing variant of the kernel."""
         inner = self._value(call.args[1].fields[0])
         if not (_is_kernel(inner, "") and inner.args[0].name_hint in self.quantizing):
             return call
         name = inner.args[0].name_hint
-        kernel = self.kernel(f"{name}_quantize", self.quantizing[name])
+        quantizing = f"{name}_quantize" + (f"_{order}" if order else "")
+        kernel = self.kernel(quantizing, lambda: self.quantizing[name](order))
         return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
 
     def residual(self, call: relax.Call) -> relax.Expr:

@@ -31,7 +31,7 @@ from kvq.quantization.weights import StoredTensor, stored_tensors
 from kvq.schedules.backend import Kernels, Preparation
 
 from .cache_geometry import callee_of
-from .rounded_product import RoundedProduct
+from .rounded_product import RoundedProduct, rounding_name
 from .specialize_rows import MOST_ROWS
 
 _MATMUL, _TRANSPOSE, _TAKE = (Op.get(f"relax.{name}") for name in ("matmul", "permute_dims", "take"))
@@ -243,9 +243,10 @@ class _Rewriter(PyExprMutator):
             kernel = self.kernel(name, lambda: self.backend.linear(n, k, storage))
             return relax.call_tir(kernel, [x, *self.stored(weight)], out_ty=out)
         width, dtype = rounded.row_type(k)
-        quantize = self.kernel(f"quantize_rows_{k}", lambda: rounded.quantize_rows(k))
-        quantized = emit(relax.call_tir(quantize, [x], out_ty=relax.TensorType((rows, width), dtype)))
         limit = self.limit(rows)
+        order = rounded.row_order(limit)
+        quantize = self.kernel(rounding_name(k, order), lambda: rounded.quantize_rows(k, order))
+        quantized = emit(relax.call_tir(quantize, [x], out_ty=relax.TensorType((rows, width), dtype)))
         name = RoundedProduct(rounded.name, storage, n, k, limit).kernel_name()
         kernel = self.kernel(name, lambda: rounded.linear(n, k, storage, most_rows=limit))
         return relax.call_tir(kernel, [quantized, *self.stored(weight)], out_ty=out)

@@ -6,6 +6,16 @@ import re
 from dataclasses import dataclass, replace
 
 
+def rounding_name(k: int, order: str) -> str:
+    """Name of the kernel that rounds rows of ``k`` activations into an order."""
+    return f"quantize_rows_{k}" + (f"_{order}" if order else "")
+
+
+def rounding_order(name: str) -> str:
+    """The order in a name that :func:`rounding_name` made."""
+    return name.removeprefix("quantize_rows_").lstrip("0123456789").removeprefix("_")
+
+
 @dataclass(frozen=True)
 class RoundedProduct:
     """A product of rounded activations with a weight.

@@ -99,7 +99,14 @@ class RoundedKernels(Protocol):
         """Width and dtype of a rounded row of ``k`` activations."""
         ...
 
-    def quantize_rows(self, k: int) -> tirx.PrimFunc:
+    def row_order(self, most_rows: int | None) -> str:
+        """How the numbers of a rounded row lie for products of up to ``most_rows`` rows; empty: as they are.
+
+        Part of the names of kernels; those that round take it.
+        """
+        ...
+
+    def quantize_rows(self, k: int, order: str = "") -> tirx.PrimFunc:
         """Round activations."""
         ...
 
@@ -112,11 +119,11 @@ class RoundedKernels(Protocol):
         """
         ...
 
-    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+    def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
         """Normalize and round."""
         ...
 
-    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+    def gate(self, dim: int, activation: str, order: str = "") -> tirx.PrimFunc:
         """Gate and round."""
         ...
 

@@ -43,7 +43,10 @@ class CpuInt8Kernels:
     def row_type(self, k: int) -> tuple[int, str]:
         return activations.quantized_width(k), "int32"
 
-    def quantize_rows(self, k: int) -> tirx.PrimFunc:
+    def row_order(self, most_rows: int | None) -> str:
+        return ""
+
+    def quantize_rows(self, k: int, order: str = "") -> tirx.PrimFunc:
         return activations.quantize_rows(k, self.isa)
 
     def linear(
@@ -51,10 +54,10 @@ class CpuInt8Kernels:
     ) -> tirx.PrimFunc:
         return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual)
 
-    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
+    def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa, quantize=True)
 
-    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
+    def gate(self, dim: int, activation: str, order: str = "") -> tirx.PrimFunc:
         return pointwise.gate(dim, activation, self.isa, quantize=True)
 
 

@@ -26,6 +26,7 @@ from . import (
     pointwise,
     prefill_attention,
     tile_attention,
+    tile_tuning,
     weight_fragments,
 )
 from .block import overlaps
@@ -50,8 +51,11 @@ class CudaHalfKernels:
     def row_type(self, k: int) -> tuple[int, str]:
         return k, "float16"
 
-    def quantize_rows(self, k: int) -> tirx.PrimFunc:
-        return pointwise.round_rows(k, overlaps(self.archs))
+    def row_order(self, most_rows: int | None) -> str:
+        return "" if most_rows == linear_few.MOST_ROWS else weight_fragments.OPERAND
+
+    def quantize_rows(self, k: int, order: str = "") -> tirx.PrimFunc:
+        return pointwise.round_rows(k, overlaps(self.archs), order)
 
     def linear(
         self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
@@ -60,14 +64,14 @@ class CudaHalfKernels:
             return linear_few.linear_few(
                 n, k, storage, linear_few.few_tuning(n, storage, self.archs), residual
             )
-        tuning = linear_tiles.tile_tuning(n, most_rows)
+        tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
 
-    def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
-        return pointwise.rms_norm(dim, eps, "float16", overlaps(self.archs))
+    def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
+        return pointwise.rms_norm(dim, eps, "float16", overlaps(self.archs), order)
 
-    def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
-        return pointwise.gate(dim, activation, "float16", overlaps(self.archs))
+    def gate(self, dim: int, activation: str, order: str = "") -> tirx.PrimFunc:
+        return pointwise.gate(dim, activation, "float16", overlaps(self.archs), order)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class CudaKernels:
 
     @property
     def row_limits(self) -> tuple[int, ...]:
-        return (linear_few.MOST_ROWS, linear_tiles.SOME_ROWS) if self.tensor_cores else ()
+        return (linear_few.MOST_ROWS, tile_tuning.SOME_ROWS) if self.tensor_cores else ()
 
     def _in_fragments(self, k: int, storage: str) -> bool:
         return self.tensor_cores and weight_fragments.fits(k, storage)
@@ -141,10 +145,10 @@ class CudaKernels:
     def kv_append(
         self, layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str
     ) -> tirx.PrimFunc:
-        return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype)
+        return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype, overlaps(self.archs))
 
     def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
-        return kv_seal.kv_seal(layout, num_heads)
+        return kv_seal.kv_seal(layout, num_heads, overlaps(self.archs))
 
     def paged_attention(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN

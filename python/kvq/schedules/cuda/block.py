@@ -22,9 +22,14 @@ _ALL_LANES = 0xFFFFFFFF
 OVERLAP_FROM = 90
 
 
+def arch_number(arch: str) -> int:
+    """The number of an architecture such as ``sm_90a``."""
+    return int("".join(filter(str.isdigit, arch)))
+
+
 def overlaps(archs: Sequence[str]) -> bool:
     """Whether on GPUs of every one of ``archs`` a kernel may start while the one before it runs."""
-    return min(int("".join(filter(str.isdigit, arch))) for arch in archs) >= OVERLAP_FROM
+    return min(map(arch_number, archs)) >= OVERLAP_FROM
 
 
 def kernel_attributes(overlap: bool) -> dict[str, Any]:

@@ -14,7 +14,18 @@ from tvm.script.ir_builder import tirx as builder
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import append_arguments
 
-from .block import ATTRIBUTES, WARP, add, libm, put, reduce_warp, when
+from .block import (
+    ATTRIBUTES,
+    WARP,
+    add,
+    kernel_attributes,
+    let_next_start,
+    libm,
+    put,
+    reduce_warp,
+    wait_for_rows,
+    when,
+)
 
 WARPS = 4
 FP16_MAX = 65504.0
@@ -121,9 +132,9 @@ class WarpRow:
 
 
 def kv_append(
-    layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str
+    layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str, overlap: bool = False
 ) -> tirx.PrimFunc:
-    """Build the kernel.
+    """Build the kernel; with ``overlap`` it starts while the one before it runs.
 
     Arguments of the kernel: :func:`kvq.schedules.cache_arguments.append_arguments`.
     """
@@ -169,11 +180,13 @@ def kv_append(
         when(T.And(head >= num_heads + kv_heads, head < total_heads), value)
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
-        T.func_attr(ATTRIBUTES)
+        T.func_attr(kernel_attributes(overlap))
         a = append_arguments(layout, num_heads, rotary_dim, dtype)
         T.device_entry()
         group, row = T.cta_id([-(-total_heads // WARPS), T.cast(a.n, "int32")])
         thread = T.thread_id([WARPS * WARP])
+        let_next_start(overlap)
+        wait_for_rows(overlap)
         head, lane = T.bind(group * WARPS + T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
         rows = (a.kv_open, a.workspace, a.num_open)
         append_head(row, head, lane, a.qkv, a.rope, a.slots, a.layer, *rows, a.faults, a.q)

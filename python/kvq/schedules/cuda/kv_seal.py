@@ -17,7 +17,19 @@ from kvq.quantization.kv_codec import EXPONENT_OFFSET
 from kvq.schedules.cache_arguments import seal_arguments
 
 from . import page_codes
-from .block import ATTRIBUTES, WARP, for_threads, positive_zero, put, reduce_block, reduce_warp, sync, when
+from .block import (
+    WARP,
+    for_threads,
+    kernel_attributes,
+    let_next_start,
+    positive_zero,
+    put,
+    reduce_block,
+    reduce_warp,
+    sync,
+    wait_for_rows,
+    when,
+)
 from .fragments import Codes
 from .key_widths import KeyWidths
 
@@ -272,8 +284,8 @@ def _rows(layout: KVLayout, thread, source, kv_open, kv_workspace, num_open, lay
     return lambda part: lambda i: staged[part, i]
 
 
-def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
-    """Build the kernel.
+def kv_seal(layout: KVLayout, num_heads: int, overlap: bool = False) -> tirx.PrimFunc:
+    """Build the kernel; with ``overlap`` it starts while the one before it runs.
 
     Arguments of the kernel: :func:`kvq.schedules.cache_arguments.seal_arguments`. One block for each entry of
     the list and head; those beyond the count have nothing to do.
@@ -324,11 +336,14 @@ def kv_seal(layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
             )
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
-        T.func_attr(ATTRIBUTES)
+        T.func_attr(kernel_attributes(overlap))
         a = seal_arguments(layout, num_heads)
         T.device_entry()
         head, task = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
         thread = T.thread_id([THREADS])
+        let_next_start(overlap)
+        # also where nothing is to be done: who waits for this kernel waits for those before it
+        wait_for_rows(overlap)
         with T.If(task < a.counts[0]), T.Then():
             seal(task, head, thread, a.q, a.kv_open, a.workspace, a.num_open, a.tasks, a.layer, a.pool)
     return script.get()

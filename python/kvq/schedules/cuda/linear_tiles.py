@@ -4,285 +4,308 @@
 
     out^T[outputs, rows] = W[outputs, inputs] x^T       A = the weight's units, B = rows of activations
 
-A unit's words are operand A as they lie in memory; int4 codes become halves in registers. Rows are copied
-to shared memory as they are, 64 inputs of a row in 128 bytes, where the 16-byte pieces of odd rows change
-places in pairs: then a lane's 16 bytes, operand B of two products, meet no bank that another lane wants.
-Warps share a block's outputs and rows, and, where rows are few, its inputs too.
+A unit's words are operand A as they lie in memory; int4 codes become halves in registers. Rows are operand B,
+in shared memory. Warps, by themselves or in fours, share a block's outputs and rows and, where rows are few,
+its inputs too; two blocks, a cluster, may share inputs as well. Parts are added up in a fixed order.
+
+Where GPUs allow it, the kernel starts while the one before it runs: weights do not depend on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .block import ATTRIBUTES, WARP, for_threads
-from .mma import block_sync, copies_commit, copies_wait, copy_async, load_shared, mma, put, u32
+from .block import WARP, kernel_attributes, let_next_start, put, wait_for_rows, when
+from .mma import block_sync, copies_commit, copies_wait, emit, load_matrices, load_shared, mma, u32
 from .products import product_func
-from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
-
-#: Rows up to which blocks are as high as few rows need.
-SOME_ROWS = 128
-#: Outputs of a weight that are enough for wide blocks on every multiprocessor.
-WIDE = 16384
-#: Bytes of a row's inputs of one unit, and of a piece that is copied at once.
-_ROW_BYTES, _PIECE = 2 * UNIT, 16
-#: Bytes of a tile's scales of one unit.
-_SCALE_BYTES = 64
+from .tile_copies import PIECE, ROW_BYTES, SCALE_BYTES, STAGE_ALIGN, TileCopies
+from .tile_tuning import TileTuning
+from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, unit_words
+from .wgmma import SWIZZLED_ROWS, async_fence, wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
 
-@dataclass(frozen=True)
-class TileTuning:
-    """How the kernel is cut; it changes the speed, and the order of sums where inputs are shared.
+class TileProduct:
+    """The statements of the kernel.
 
     Attributes
     ----------
-    output_tiles, row_tiles : int
-        Tiles of 16 outputs and of 8 rows of a warp.
-    output_warps, row_warps, input_warps : int
-        Warps that share a block's outputs, rows and inputs.
-    stages : int
-        Places for units, or for ``input_warps`` neighbouring ones, in shared memory.
+    shared_bytes : int
+        Dynamic shared memory of a block.
     """
 
-    output_tiles: int
-    row_tiles: int
-    output_warps: int
-    row_warps: int
-    input_warps: int
-    stages: int
-
-    @property
-    def outputs(self) -> int:
-        """Outputs of a block."""
-        return TILE * self.output_tiles * self.output_warps
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 8 * self.row_tiles * self.row_warps
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return WARP * self.output_warps * self.row_warps * self.input_warps
-
-
-def tile_tuning(n_out: int, most_rows: int | None) -> TileTuning:
-    """The tuning, measured on an H200; what it takes of shared memory fits every GPU with tensor cores."""
-    if most_rows is None:
-        return TileTuning(4, 8, 2, 2, 1, 4)
-    # a block reads its rows for its outputs alone: with many outputs, wide blocks spare the cache
-    return TileTuning(4, 8, 2, 1, 2, 3) if n_out >= WIDE else TileTuning(2, 8, 1, 1, 4, 3)
-
-
-class _Tiles:
-    """The statements of the kernel."""
-
     def __init__(self, n_out: int, k: int, storage: str, tuning: TileTuning) -> None:
-        self.n_out, self.units, self.storage, self.tuning = n_out, k // UNIT, storage, tuning
+        self.n_out, self.storage, self.tuning = n_out, storage, tuning
         self.words = unit_words(storage)
-        self.unit_bytes = 4 * WARP * self.words
-        tiles_of_block, depth = tuning.outputs // TILE, tuning.input_warps
-        self.scale_at = tiles_of_block * depth * self.unit_bytes
-        self.row_at = self.scale_at + (tiles_of_block * depth * _SCALE_BYTES if storage == "int4" else 0)
-        self.stage_bytes = self.row_at + depth * tuning.rows * _ROW_BYTES
-        parts = (tuning.threads // tuning.input_warps) * (depth - 1) * 4 * self.accumulators
-        self.shared_bytes = max(tuning.stages * self.stage_bytes, parts)
+        depth = tuning.input_warps
+        units = -(-(k // UNIT) // tuning.splits)
+        self.turns = -(-units // depth)
+        self.copies = TileCopies(
+            n_out, k, storage, tuning.outputs // TILE, tuning.rows, depth, units, tuning.threads
+        )
+        self.places = tuning.output_warps * tuning.row_warps
+        staged = tuning.stages * self.copies.stage_bytes
+        parts = depth * self.places * self.accumulators * WARP * 4 if self.meets else 0
+        self.exchange_at = max(staged, parts)
+        exchanged = self.places * self.accumulators * WARP * 4 // 2 if tuning.splits > 1 else 0
+        self.shared_bytes = self.exchange_at + exchanged
 
     @property
     def accumulators(self) -> int:
         """fp32 sums of a lane."""
         return 4 * self.tuning.output_tiles * self.tuning.row_tiles
 
-    # ---- loading -------------------------------------------------------------------------------
-    def start_copies(self, args, stage, turn, thread) -> None:
-        """Start copying the units of ``turn`` to the stage at ``stage``."""
-        weight, x, first_tile, first_row, n = args
-        depth, tuning = self.tuning.input_warps, self.tuning
-        first_unit = T.bind(turn * depth)
-        block_tiles, last_tile = tuning.outputs // TILE, tiles(self.n_out) - 1
-
-        def unit_of(which):
-            return T.min(first_unit + which, self.units - 1)
-
-        pieces = self.unit_bytes // _PIECE
-
-        def copy_words(i):
-            which, piece = T.bind(T.truncdiv(i, pieces)), T.bind(T.truncmod(i, pieces))
-            tile = T.min(first_tile + T.truncdiv(which, depth), last_tile)
-            unit = unit_of(T.truncmod(which, depth))
-            if self.storage == "int4":
-                source = T.bind(weight[0].ptr_to([tile, unit, piece, 0]))
-            else:
-                step, lane = T.shift_right(piece, 5), T.bitwise_and(piece, WARP - 1)
-                source = T.bind(weight[0].ptr_to([tile, unit, step, lane, 0]))
-            copy_async(T.bind(stage + T.cast(i * _PIECE, "uint32")), 0, source, 0)
-
-        for_threads(block_tiles * depth * pieces, thread, tuning.threads, copy_words)
-        if self.storage == "int4":
-            pieces_of_scales = _SCALE_BYTES // _PIECE
-
-            def copy_scales(i):
-                which, piece = T.bind(T.truncdiv(i, pieces_of_scales)), T.bitwise_and(i, pieces_of_scales - 1)
-                tile = T.min(first_tile + T.truncdiv(which, depth), last_tile)
-                unit = unit_of(T.truncmod(which, depth))
-                group, g = T.shift_right(piece, 1), T.bitwise_and(piece, 1) * 4
-                source = T.bind(weight[1].ptr_to([tile, unit, group, g, 0]))
-                copy_async(T.bind(stage + T.cast(i * _PIECE, "uint32")), self.scale_at, source, 0)
-
-            for_threads(block_tiles * depth * pieces_of_scales, thread, tuning.threads, copy_scales)
-        row_pieces = _ROW_BYTES // _PIECE
-
-        def copy_row(i):
-            line, piece = T.bind(T.truncdiv(i, row_pieces)), T.bind(T.bitwise_and(i, row_pieces - 1))
-            which = T.truncdiv(line, tuning.rows)
-            row = T.bind(first_row + T.truncmod(line, tuning.rows))
-            # rows that do not exist stay whatever they are: they are columns of B that nobody stores
-            with T.If(row < n), T.Then():
-                source = T.bind(x.ptr_to([row, unit_of(which) * UNIT + piece * (_PIECE // 2)]))
-                place = T.bitwise_xor(piece, T.bitwise_and(line, 1))
-                target = T.bind(stage + T.cast(line * _ROW_BYTES + place * _PIECE, "uint32"))
-                copy_async(target, self.row_at, source, 0)
-
-        for_threads(depth * tuning.rows * row_pieces, thread, tuning.threads, copy_row)
+    @property
+    def meets(self) -> bool:
+        """Whether sums have parts that meet in shared memory."""
+        return self.tuning.input_warps * self.tuning.splits > 1
 
     # ---- a unit --------------------------------------------------------------------------------
-    def add_unit(self, stage, output_warp, row_warp, input_warp, lane, acc) -> None:
-        """Add the warp's products of a unit in the stage."""
-        tuning, depth = self.tuning, self.tuning.input_warps
-        g, c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
+    def load_weights(self, stage) -> list[UnitWeights]:
+        """The warp's weights of its unit in the stage: of each tile."""
+        tuning, copies = self.tuning, self.copies
         stride = self.words + (1 if self.storage == "int4" else 0)
         held = T.alloc_local([tuning.output_tiles * stride], "uint32")
-        first = T.bind((output_warp * tuning.output_tiles) * depth + input_warp)
-        words = T.bind(stage + T.cast(first * self.unit_bytes + lane * 16, "uint32"))
-        scales = T.bind(
-            stage + T.cast(first * _SCALE_BYTES + T.shift_right(c, 1) * (_SCALE_BYTES // 2) + g * 4, "uint32")
-        )
+        words, scales = T.bind(stage + self.word_offset), T.bind(stage + self.scale_offset)
         weights = []
         for i in range(tuning.output_tiles):
             at = i * stride
+            lines = i * tuning.output_warps * tuning.input_warps
             for piece in range(self.words // 4):
-                offset = i * depth * self.unit_bytes + piece * 4 * WARP * 4
+                offset = copies.word_at + lines * copies.unit_bytes + piece * WARP * PIECE
                 load_shared(held, at + 4 * piece, 4, words, offset)
             if self.storage == "int4":
-                load_shared(held, at + self.words, 1, scales, self.scale_at + i * depth * _SCALE_BYTES)
+                load_shared(held, at + self.words, 1, scales, copies.scale_at + lines * SCALE_BYTES)
             weights.append(UnitWeights(self.storage, held, at, at + self.words))
-        line = T.bind((input_warp * tuning.row_warps + row_warp) * (8 * tuning.row_tiles) + g)
-        rows = T.bind(stage + T.cast(line * _ROW_BYTES, "uint32"))
-        b = T.alloc_local([4 * tuning.row_tiles], "uint32")
+        return weights
+
+    def add_unit(self, stage, acc) -> None:
+        """Add the warp's products of its unit in the stage."""
+        weights, row_tiles = self.load_weights(stage), self.tuning.row_tiles
+        b = T.alloc_local([4 * row_tiles], "uint32")
         a = T.alloc_local([4], "uint32")
         for half in range(2):
-            piece = T.bitwise_xor(2 * c + half, T.bitwise_and(line, 1))
-            address = T.bind(rows + T.cast(piece * _PIECE, "uint32"))
-            for j in range(tuning.row_tiles):
-                load_shared(b, 4 * j, 4, address, self.row_at + j * 8 * _ROW_BYTES)
+            address = T.bind(stage + self.row_offset[half])
+            for j in range(row_tiles):
+                load_matrices(b, 4 * j, address, j * 8 * ROW_BYTES)
             for step in range(STEPS // 2):
-                for i in range(tuning.output_tiles):
-                    registers = weights[i].registers(2 * half + step, a)
-                    for j in range(tuning.row_tiles):
-                        at = 4 * (i * tuning.row_tiles + j)
+                for i, weight in enumerate(weights):
+                    registers = weight.registers(2 * half + step, a)
+                    for j in range(row_tiles):
+                        at = 4 * (i * row_tiles + j)
                         mma(acc, at, registers, [b[4 * j + 2 * step + y] for y in range(2)])
 
+    def start_unit(self, stage, a, acc) -> None:
+        """Start the warpgroup's products of its unit in the stage; half of them may still run afterwards.
+
+        ``a`` holds operand A of both halves: one is made while the tensor cores read the other.
+        """
+        weights, count = self.load_weights(stage), self.tuning.row_tiles * 4
+        rows = T.bind(T.cast(T.shift_right(stage + self.group_offset, u32(4)), "uint64"))
+        for half in range(2):
+            registers = {}
+            for step in range(STEPS // 2):
+                for i, weight in enumerate(weights):
+                    at = ((half * len(weights) + i) * 2 + step) * 4
+                    made = weight.registers(2 * half + step, a, at)
+                    registers[step, i] = made
+            wgmma_fence()
+            for step in range(STEPS // 2):
+                operand = T.bind(rows + T.uint64(SWIZZLED_ROWS + (2 * half + step) * 2))
+                for i in range(len(weights)):
+                    wgmma(acc, i * count, count, registers[step, i], operand)
+            wgmma_commit()
+            wgmma_wait(1)
+
     # ---- a block -------------------------------------------------------------------------------
-    def block(self, weight, x, added, out, n, block_row, block_output, thread, shared, red) -> None:
-        """A block's outputs of its rows."""
+    def block(self, weight, x, added, out, n, rank, block_row, block_output, thread, shared, red) -> None:
+        """A block's outputs of its rows; it is number ``rank`` of its cluster."""
         tuning = self.tuning
-        lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
-        output_warp = T.bind(T.truncmod(warp, tuning.output_warps))
-        others = T.bind(T.truncdiv(warp, tuning.output_warps))
-        row_warp = T.bind(T.truncmod(others, tuning.row_warps))
-        input_warp = T.bind(T.truncdiv(others, tuning.row_warps))
-        first_tile = T.bind(block_output * (tuning.outputs // TILE))
-        first_row = T.bind(block_row * tuning.rows)
-        args = (weight, x, first_tile, first_row, n)
+        let_next_start(tuning.overlap)
+        self._find_place(rank, block_row, block_output, thread, n)
+        first_unit = T.bind(rank * self.copies.units)
+        self.copies.begin(weight, x, self.first_tile, self.first_row, first_unit, n, thread)
         base = T.bind(T.cuda.cvta_generic_to_shared(shared.data))
         acc = T.alloc_local([self.accumulators], "float32")
         for i in range(self.accumulators):
             put(acc, T.float32(0), i)
-        turns = -(-self.units // tuning.input_warps)
-        for s in range(tuning.stages - 1):
-            if s < turns:
-                self.start_copies(args, base + u32(s * self.stage_bytes), T.int32(s), thread)
+        # a stage is free again when everybody has left it: with wgmma, one turn later
+        lead = tuning.stages - (2 if tuning.wgmma else 1)
+        ahead = min(lead, self.turns)
+        for s in range(ahead):
+            self.copies.copy_weights(base + u32(s * self.copies.stage_bytes), T.int32(s))
+        wait_for_rows(tuning.overlap)
+        for s in range(lead):
+            if s < ahead:
+                self.copies.copy_rows(base + u32(s * self.copies.stage_bytes), T.int32(s))
             copies_commit()
         reading, writing = T.alloc_local([1], "int32"), T.alloc_local([1], "int32")
         put(reading, T.int32(0), 0)
-        put(writing, T.int32(tuning.stages - 1), 0)
-        with T.serial(turns) as turn:
-            copies_wait(tuning.stages - 2)
+        put(writing, T.int32(lead), 0)
+        a = T.alloc_local([16 * tuning.output_tiles], "uint32") if tuning.wgmma else None
+        with T.serial(self.turns) as turn:
+            copies_wait(lead - 1)
+            if tuning.wgmma:
+                async_fence()
             block_sync()
-            ahead = T.bind(turn + (tuning.stages - 1))
-            with T.If(ahead < turns), T.Then():
-                target = T.bind(base + T.cast(writing[0] * self.stage_bytes, "uint32"))
-                self.start_copies(args, target, ahead, thread)
+            following_turn = T.bind(turn + lead)
+            with T.If(following_turn < self.turns), T.Then():
+                target = T.bind(base + T.cast(writing[0] * self.copies.stage_bytes, "uint32"))
+                self.copies.copy_weights(target, following_turn)
+                self.copies.copy_rows(target, following_turn)
             copies_commit()
-            stage = T.bind(base + T.cast(reading[0] * self.stage_bytes, "uint32"))
-            if self.units % tuning.input_warps:
-                with T.If(turn * tuning.input_warps + input_warp < self.units), T.Then():
-                    self.add_unit(stage, output_warp, row_warp, input_warp, lane, acc)
+            stage = T.bind(base + T.cast(reading[0] * self.copies.stage_bytes, "uint32"))
+
+            def add(stage=stage):
+                if tuning.wgmma:
+                    self.start_unit(stage, a, acc)
+                else:
+                    self.add_unit(stage, acc)
+
+            if self.copies.whole:
+                add()
             else:
-                self.add_unit(stage, output_warp, row_warp, input_warp, lane, acc)
+                when(first_unit + turn * tuning.input_warps + self.input_warp < self.copies.end, add)
             for place in (reading, writing):
                 following = T.bind(place[0] + 1)
                 put(place, T.Select(following == tuning.stages, T.int32(0), following), 0)
-        if tuning.input_warps > 1:
-            self._add_parts(acc, warp, input_warp, lane, red)
-        with T.If(input_warp == 0), T.Then():
-            self._store(acc, added, out, n, first_tile, first_row, output_warp, row_warp, lane)
+        if tuning.wgmma:
+            wgmma_wait(0)
+        if self.meets:
+            self._add_parts(acc, rank, red, added, out)
+        else:
+            for quad in range(self.accumulators // 4):
+                self._store(T.int32(quad), [acc[4 * quad + i] for i in range(4)], added, out)
 
-    def _add_parts(self, acc, warp, input_warp, lane, red) -> None:
-        """Add up the sums of the warps that share inputs, in order, in the first of them."""
-        count = self.tuning.output_warps * self.tuning.row_warps
+    def _find_place(self, rank, block_row, block_output, thread, n) -> None:
+        """Which outputs, rows and inputs are the warp's, and where in a stage it finds them."""
+        tuning, depth, copies = self.tuning, self.tuning.input_warps, self.copies
+        lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
+        self.lane, self.n = lane, n
+        self.g, self.c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
+        self.place, self.input_warp = (
+            T.bind(T.truncmod(warp, self.places)),
+            T.bind(T.truncdiv(warp, self.places)),
+        )
+        self.output_warp = T.bind(T.truncmod(self.place, tuning.output_warps))
+        self.row_warp = T.bind(T.truncdiv(self.place, tuning.output_warps))
+        self.first_tile = T.bind(block_output * (tuning.outputs // TILE))
+        self.first_row = T.bind(block_row * tuning.rows)
+        first = T.bind(self.output_warp * depth + self.input_warp)
+        self.word_offset = T.bind(T.cast(first * copies.unit_bytes + lane * PIECE, "uint32"))
+        group = T.shift_right(self.c, 1) * (SCALE_BYTES // 2)
+        self.scale_offset = T.bind(T.cast(first * SCALE_BYTES + group + self.g * 4, "uint32"))
+        self.group_offset = T.bind(T.cast(self.input_warp * tuning.rows * ROW_BYTES, "uint32"))
+        # the row and the piece of it that the lane names for ldmatrix
+        within = T.bind(T.bitwise_and(lane, 7))
+        line = T.bind((self.input_warp * tuning.row_warps + self.row_warp) * (8 * tuning.row_tiles) + within)
+        self.row_offset = []
+        for half in range(2):
+            piece = T.bitwise_xor(4 * half + T.shift_right(lane, 3), within)
+            self.row_offset.append(T.bind(T.cast(line * ROW_BYTES + piece * PIECE, "uint32")))
+
+    # ---- the end -------------------------------------------------------------------------------
+    def _add_parts(self, acc, rank, red, added, out) -> None:
+        """Add up the parts of warps and blocks that share inputs; each warp ends some of the sums."""
+        warps, splits = self.tuning.input_warps, self.tuning.splits
+        quads = self.accumulators // 4
+        share = quads // (warps * splits)
+        assert share * warps * splits == quads, "the warps cannot share the sums evenly"
         copies_wait(0)
         block_sync()
-        with T.If(input_warp > 0), T.Then():
-            for i in range(self.accumulators):
-                put(red, acc[i], (((warp - count) * self.accumulators) + i) * WARP + lane)
+        mine = T.bind((self.input_warp * self.places + self.place) * self.accumulators * WARP + self.lane)
+        for i in range(self.accumulators):
+            put(red, acc[i], mine + i * WARP)
         block_sync()
-        with T.If(input_warp == 0), T.Then():
-            for other in range(self.tuning.input_warps - 1):
-                for i in range(self.accumulators):
-                    part = red[((other * count + warp) * self.accumulators + i) * WARP + lane]
-                    put(acc, acc[i] + part, i)
+        total = T.alloc_local([4], "float32")
 
-    def _store(self, acc, added, out, n, first_tile, first_row, output_warp, row_warp, lane) -> None:
+        def add(quad) -> None:
+            first = T.bind((self.place * self.accumulators + 4 * quad) * WARP + self.lane)
+            for i in range(4):
+                value = red[first + i * WARP]
+                for other in range(1, warps):
+                    value = value + red[first + (other * self.places * self.accumulators + i) * WARP]
+                put(total, value, i)
+
+        own = T.bind((rank * warps + self.input_warp) * share)
+        if splits == 1:
+            for s in range(share):
+                quad = T.bind(own + s)
+                add(quad)
+                self._store(quad, [total[i] for i in range(4)], added, out)
+            return
+        # what the other block ends goes to the exchange, where that block reads it
+        assert splits == 2
+        theirs = T.bind(((1 - rank) * warps + self.input_warp) * share)
+        at = T.bind((self.input_warp * self.places + self.place) * share * 4 * WARP + self.lane)
+        exchange = self.exchange_at // 4
+        for s in range(share):
+            add(T.bind(theirs + s))
+            for i in range(4):
+                put(red, total[i], exchange + at + (4 * s + i) * WARP)
+        cluster_sync()
+        remote = T.alloc_local([1], "uint32")
+        address = T.bind(self.exchange_address(red) + T.cast(at * 4, "uint32"))
+        emit(T.ptx["mapa.shared::cluster.u32"](remote[0], address, T.cast(1 - rank, "uint32")))
+        part = T.alloc_local([4], "float32")
+        for s in range(share):
+            for i in range(4):
+                offset = (4 * s + i) * WARP * 4
+                emit(T.ptx["ld.shared::cluster.f32"](part[i], T.ptx.addr(remote[0], offset)))
+            quad = T.bind(own + s)
+            add(quad)
+            self._store(quad, [total[i] + part[i] for i in range(4)], added, out)
+        cluster_sync()
+
+    def exchange_address(self, red):
+        """Address of the exchange in shared memory."""
+        return T.cuda.cvta_generic_to_shared(red.data) + u32(self.exchange_at)
+
+    def _store(self, quad, sums, added, out) -> None:
+        """Store four sums of a lane, number ``quad`` of the warp's tiles."""
         tuning = self.tuning
-        g, c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
-        output = T.bind((first_tile + output_warp * tuning.output_tiles) * TILE + g)
-        row = T.bind(first_row + row_warp * (8 * tuning.row_tiles) + 2 * c)
-        for j in range(tuning.row_tiles):
-            for y in range(2):
-                at_row = T.bind(row + 8 * j + y)
-                with T.If(at_row < n), T.Then():
-                    for i in range(tuning.output_tiles):
-                        for x in range(2):
-                            at = T.bind(output + i * TILE + 8 * x)
-                            total = acc[4 * (i * tuning.row_tiles + j) + 2 * x + y]
-                            with T.If(at < self.n_out), T.Then():
-                                if added is not None:
-                                    total = added[at_row, at] + total
-                                put(out, total, at_row, at)
+        i, j = T.bind(T.truncdiv(quad, tuning.row_tiles)), T.bind(T.truncmod(quad, tuning.row_tiles))
+        tile = T.bind(self.first_tile + self.output_warp + i * tuning.output_warps)
+        row = T.bind(self.first_row + (self.row_warp * tuning.row_tiles + j) * 8 + 2 * self.c)
+        exact = self.n_out % tuning.outputs == 0
+        for y in range(2):
+            for x in range(2):
+                at = T.bind(tile * TILE + self.g + 8 * x)
+                inside = row + y < self.n
+                with T.If(inside if exact else T.And(inside, at < self.n_out)), T.Then():
+                    value = sums[2 * x + y]
+                    put(out, value if added is None else added[row + y, at] + value, row + y, at)
+
+
+def cluster_sync() -> None:
+    """Wait for all threads of the cluster, and see what they wrote to shared memory."""
+    emit(T.ptx["barrier.cluster.arrive.release.aligned"]())
+    emit(T.ptx["barrier.cluster.wait.acquire.aligned"]())
 
 
 def linear_tiles(
     n_out: int, k: int, storage: str, tuning: TileTuning, residual: bool = False
 ) -> tirx.PrimFunc:
     """Build the product for any number of rows; its arguments are those of ``products.py``."""
-    kernel = _Tiles(n_out, k, storage, tuning)
+    kernel = TileProduct(n_out, k, storage, tuning)
     columns = -(-n_out // tuning.outputs)
 
     def body(weight, x, added, out, n):
         T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        lines = T.truncdiv(T.cast(n, "int32") + (tuning.rows - 1), tuning.rows)
-        block_row, block_output = T.cta_id([lines, columns])
-        rows = T.bind(T.cast(n, "int32"))
+        rows = T.cast(n, "int32")
+        lines = T.truncdiv(rows + (tuning.rows - 1), tuning.rows)
+        if tuning.splits > 1:
+            T.cta_id_in_cluster([tuning.splits, 1, 1])
+            rank, block_row, block_output = T.cta_id([tuning.splits, lines, columns])
+        else:
+            block_row, block_output = T.cta_id([lines, columns])
+            rank = T.int32(0)
         thread = T.thread_id([tuning.threads])
-        shared = T.alloc_buffer((kernel.shared_bytes,), "uint8", scope="shared.dyn", align=128)
+        shared = T.alloc_buffer((kernel.shared_bytes,), "uint8", scope="shared.dyn", align=STAGE_ALIGN)
         T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes})
         red = T.decl_buffer(
             (kernel.shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn"
         )
-        kernel.block(weight, x, added, out, rows, block_row, block_output, thread, shared, red)
+        kernel.block(weight, x, added, out, T.bind(rows), rank, block_row, block_output, thread, shared, red)
 
-    return product_func(n_out, k, storage, residual, ATTRIBUTES, body)
+    return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body)

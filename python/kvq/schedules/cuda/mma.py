@@ -16,6 +16,8 @@ WARP = 32
 LOG2E = 1.4426950408889634
 
 _ALL = 0xFFFFFFFF
+#: ``(a & b) | c`` as the table of lop3.
+_AND_OR = 0xEA
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 _COPY = "cp.async.cg.shared.global.L2::128B"
 
@@ -67,6 +69,11 @@ def bytes_of(dst, at: int, a, b, selector):
     emit(T.ptx["prmt.b32"](dst[at], a, b, selector))
 
 
+def bits_or(dst, at: int, word, mask: int, added):
+    """``dst[at] = word & mask | added`` in one instruction, for ``added`` in a register."""
+    emit(T.ptx["lop3.b32"](dst[at], word, u32(mask), added, _AND_OR))
+
+
 def _vector(prefix: str, count: int, kind: str) -> str:
     return f"{prefix}.{kind}" if count == 1 else f"{prefix}.v{count}.{kind}"
 
@@ -75,6 +82,12 @@ def load_shared(dst, at: int, count: int, address, offset: int = 0, kind: str = 
     """``dst[at : at + count]`` from shared memory at byte ``address + offset``."""
     registers = [dst[at + i] for i in range(count)]
     emit(T.ptx[_vector("ld.shared", count, kind)](*registers, T.ptx.addr(address, offset)))
+
+
+def load_matrices(dst, at: int, address, offset: int = 0):
+    """``dst[at : at + 4]``: four 8x8 matrices of halves, operand B of two products; a lane names a row."""
+    registers = [dst[at + i] for i in range(4)]
+    emit(T.ptx["ldmatrix.sync.aligned.m8n8.x4.shared.b16"](*registers, T.ptx.addr(address, offset)))
 
 
 def load_global(dst, at: int, count: int, pointer, offset: int = 0, kind: str = "u32", cache: str = ""):

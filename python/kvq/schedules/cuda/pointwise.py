@@ -1,7 +1,8 @@
 """Normalization, the gated activation, and rounding: float32 rows in, rows for the next product out.
 
 Four neighbouring numbers at a time, each read once. What the tensor cores take is rounded to fp16 here; a
-magnitude beyond its range becomes the largest. With ``overlap`` a kernel starts while the one before it runs.
+magnitude beyond its range becomes the largest. With ``overlap`` a kernel starts while the one before it runs;
+``order`` is that of a rounded row's numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .block import (
     wait_for_rows,
     when,
 )
+from .weight_fragments import OPERAND, operand_place
 
 #: Most threads of a row's block, and threads of a block that takes a piece of a row.
 ROW_THREADS, THREADS = 1024, 256
@@ -34,15 +36,17 @@ def _width(dim: int) -> int:
     return 4 if dim % 4 == 0 else 1
 
 
-def _put_rounded(out, value, dtype: str, *index) -> None:
-    """Store a float32 as ``dtype``; NaN stays NaN."""
+def _put_rounded(out, value, dtype: str, order: str, row, at) -> None:
+    """Store a float32 as ``dtype``, number ``at`` of a row in an order; NaN stays NaN."""
     if dtype == "float16":
         value, most = T.bind(value), T.float32(_FP16_MAX)
         value = T.cast(T.Select(value > most, most, T.Select(value < -most, -most, value)), dtype)
-    put(out, value, *index)
+    put(out, value, row, operand_place(at) if order == OPERAND else at)
 
 
-def rms_norm(dim: int, eps: float, dtype: str = "float32", overlap: bool = False) -> tirx.PrimFunc:
+def rms_norm(
+    dim: int, eps: float, dtype: str = "float32", overlap: bool = False, order: str = ""
+) -> tirx.PrimFunc:
     """Build ``out = x / sqrt(mean(x**2) + eps) * weight``: a block a row, which stays in registers.
 
     Arguments of the kernel: x ``float32[n, dim]``, weight ``float32[dim]``, out ``dtype[n, dim]``.
@@ -81,7 +85,7 @@ def rms_norm(dim: int, eps: float, dtype: str = "float32", overlap: bool = False
             put(gain, weight[run(at * width, width)], run(0, width))
             for i in range(width):
                 value = line[step * width + i] * factor * gain[i]
-                _put_rounded(out, value, dtype, row, at * width + i)
+                _put_rounded(out, value, dtype, order, row, at * width + i)
 
         each(write)
 
@@ -101,7 +105,9 @@ def rms_norm(dim: int, eps: float, dtype: str = "float32", overlap: bool = False
     return rms_norm
 
 
-def gate(dim: int, activation: str, dtype: str = "float32", overlap: bool = False) -> tirx.PrimFunc:
+def gate(
+    dim: int, activation: str, dtype: str = "float32", overlap: bool = False, order: str = ""
+) -> tirx.PrimFunc:
     """Build ``out = act(x[:, :dim]) * x[:, dim:]``; ``activation`` is ``silu`` or ``gelu_tanh``.
 
     Arguments of the kernel: x ``float32[n, 2 * dim]``, out ``dtype[n, dim]``.
@@ -118,7 +124,7 @@ def gate(dim: int, activation: str, dtype: str = "float32", overlap: bool = Fals
             if activation == "gelu_tanh":
                 s = value * T.float32(GELU_SCALE) * (T.float32(1) + T.float32(GELU_CUBIC) * value * value)
             sigmoid = T.float32(1) / (T.float32(1) + libm("expf", T.float32(0) - s))
-            _put_rounded(out, value * sigmoid * both[width + i], dtype, row, vector * width + i)
+            _put_rounded(out, value * sigmoid * both[width + i], dtype, order, row, vector * width + i)
 
     @T.prim_func(private=True)
     def gate(x_h: T.handle, out_h: T.handle):
@@ -137,7 +143,7 @@ def gate(dim: int, activation: str, dtype: str = "float32", overlap: bool = Fals
     return gate
 
 
-def round_rows(dim: int, overlap: bool = False) -> tirx.PrimFunc:
+def round_rows(dim: int, overlap: bool = False, order: str = "") -> tirx.PrimFunc:
     """Build the kernel that rounds rows to fp16.
 
     Arguments of the kernel: x ``float32[n, dim]``, out ``float16[n, dim]``.
@@ -148,7 +154,7 @@ def round_rows(dim: int, overlap: bool = False) -> tirx.PrimFunc:
         values = T.alloc_local((width,), "float32")
         put(values, x[row, run(vector * width, width)], run(0, width))
         for i in range(width):
-            _put_rounded(out, values[i], "float16", row, vector * width + i)
+            _put_rounded(out, values[i], "float16", order, row, vector * width + i)
 
     @T.prim_func(private=True)
     def round_rows(x_h: T.handle, out_h: T.handle):

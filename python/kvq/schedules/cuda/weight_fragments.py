@@ -22,13 +22,15 @@ from tvm.script import tirx as T
 from kvq.quantization.storage import GROUP, STORAGES
 
 from .block import ATTRIBUTES, WARP, for_threads, when
-from .mma import bytes_of, emit, put, u32
+from .mma import bits_or, bytes_of, emit, put, u32
 
 #: Outputs of a tile, inputs of a unit and products of a unit.
 TILE, UNIT, STEPS = 16, 64, 4
 THREADS = 128
 #: Storages of weights that have this order.
 KINDS = ("int4", "float16")
+#: Order of a row's inputs in which those of a product are neighbours, as operand B has them.
+OPERAND = "operand"
 #: The code of 0.
 ZERO_CODE = STORAGES["int4"].center
 
@@ -52,6 +54,17 @@ _SIXTEENTH, _HIGH_ZERO = _halves(1 / 16), _halves(-(64 + ZERO_CODE))
 def fits(k: int, storage: str) -> bool:
     """Whether a weight with ``k`` inputs has this order."""
     return storage in KINDS and k % UNIT == 0
+
+
+def operand_place(i):
+    """Place of input ``i`` of a row in the order :data:`OPERAND`.
+
+    Pair ``8 c + t`` of a unit goes to ``4 t + c``: product ``t // 2`` finds its 16 inputs in the order in
+    which ``mma.m16n8k16`` numbers them, the lane's four at 2c, 2c + 1, 2c + 8 and 2c + 9.
+    """
+    pair = T.shift_right(i, 1)
+    within = T.shift_left(T.bitwise_and(pair, 7), 2) + T.bitwise_and(T.shift_right(pair, 3), 3)
+    return T.bitwise_and(i, ~(UNIT - 1)) + 2 * within + T.bitwise_and(i, 1)
 
 
 def tiles(n: int) -> int:
@@ -100,25 +113,26 @@ class UnitWeights:
     def __init__(self, storage: str, words, at: int, scale_at: int) -> None:
         self.storage, self.words, self.at = storage, words, at
         if storage == "int4":
-            self.scales = T.alloc_local([2], "uint32")
+            self.scales, self.magic = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
+            emit(T.ptx["mov.b32"](self.magic[0], u32(_MAGIC)))
             bytes_of(self.scales, 0, words[scale_at], u32(0), 0x1010)
             bytes_of(self.scales, 1, words[scale_at], u32(0), 0x3232)
 
-    def registers(self, step: int, out) -> list:
-        """The four registers of product ``step``; ``out[4]`` may hold them."""
+    def registers(self, step: int, out, first: int = 0) -> list:
+        """The four registers of product ``step``; ``out[first : first + 4]`` may hold them."""
         if self.storage != "int4":
             return [self.words[self.at + 4 * step + p] for p in range(4)]
         word = self.words[self.at + step]
         for half in range(2):
             source = T.shift_right(word, u32(8)) if half else word
-            low, high = 2 * half, 2 * half + 1
-            put(out, T.bitwise_or(T.bitwise_and(source, u32(_LOW_NIBBLES)), u32(_MAGIC)), low)
-            put(out, T.bitwise_or(T.bitwise_and(source, u32(_HIGH_NIBBLES)), u32(_MAGIC)), high)
+            low, high = first + 2 * half, first + 2 * half + 1
+            bits_or(out, low, source, _LOW_NIBBLES, self.magic[0])
+            bits_or(out, high, source, _HIGH_NIBBLES, self.magic[0])
             emit(T.ptx["sub.rn.f16x2"](out[low], out[low], u32(_LOW_ZERO)))
             emit(T.ptx["fma.rn.f16x2"](out[high], out[high], u32(_SIXTEENTH), u32(_HIGH_ZERO)))
             for p in (low, high):
                 emit(T.ptx["mul.rn.f16x2"](out[p], out[p], self.scales[p % 2]))
-        return [out[p] for p in range(4)]
+        return [out[first + p] for p in range(4)]
 
 
 def _place(i, words: int):
