@@ -1,4 +1,4 @@
-"""Libraries for Metal, OpenCL and WebGPU, made where there is no such GPU; and what cannot be compiled."""
+"""Libraries for OpenCL and WebGPU, made where there is no such GPU; and what cannot be compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from kvq.compiler import compile_model
 from kvq.compiler import gpu_target as module
 from kvq.compiler.gpu_target import GPU_LIMITS, gpu_target
-from kvq.compiler.target import target_for
 from kvq.errors import CompileError
 from kvq.gen_config import gen_config
 from kvq.layout import KVLayout
@@ -39,7 +38,7 @@ def library(tmp_path):
 def test_webgpu_within_its_limits(library, quantization, kv, family):
     """No number that WGSL lacks, and no more threads, shared memory and buffers than the target promises."""
     text, limits = library("webgpu", quantization, kv, family), GPU_LIMITS["webgpu"]
-    shaders = re.findall(r"\n// Function: \w+\n(?!//-)(.*?@compute.*?)(?=\n// Function|\Z)", text, re.S)
+    shaders = [part for part in re.split(r"// Function: \w+\n", text) if "@compute" in part]
     assert len(shaders) > 20
     for shader in shaders:
         assert not re.search(r"\b[iu](8|16|64)\b|\bf64\b", shader)
@@ -51,12 +50,11 @@ def test_webgpu_within_its_limits(library, quantization, kv, family):
         assert len(re.findall(r"var<storage", shader)) <= limits.storage_buffers
 
 
-@pytest.mark.parametrize(("kind", "mark"), [("metal", "kernel void"), ("opencl", "__kernel void")])
-def test_a_library_with_the_source_of_its_kernels(library, kind, mark):
-    text = library(kind, "q4f16_1", "k=int4:v=int3")
+def test_an_opencl_library_has_the_source_of_its_kernels(library):
+    text = library("opencl", "q4f16_1", "k=int4:v=int3")
     for kernel in ("paged_attention", "kv_seal", "linear_int4", "rms_norm"):
-        assert re.search(rf"{mark} .*{kernel}", text), kernel
-    assert f'"kind": "{kind}"' in text
+        assert re.search(rf"__kernel void .*{kernel}", text), kernel
+    assert '"kind": "opencl"' in text
 
 
 def test_gpus_without_fp16():
@@ -75,9 +73,7 @@ def test_gpus_without_fp16():
             refused()
 
 
-def test_devices_that_cannot_be_compiled_for(monkeypatch):
-    with pytest.raises(CompileError, match=r"'gameboy' cannot be compiled for: use one of cpu, cuda, metal"):
-        target_for("gameboy", "O2")
+def test_what_cannot_be_compiled_for(monkeypatch):
     with pytest.raises(CompileError, match=r"a weight with 60 inputs .* no multiple of 8"):
         gpu_target("metal").kernels.linear(16, 60, "float32")
     monkeypatch.setattr(module.tvm, "get_global_func", lambda *_, **__: None)
