@@ -9,7 +9,7 @@ import tvm
 from tvm.ir.transform import Pass
 
 from kvq.errors import CompileError
-from kvq.schedules.gpu.backend import GpuKernels
+from kvq.schedules.backend import Kernels
 from kvq.schedules.gpu.limits import GpuLimits
 
 #: What a GPU of each kind has at least. Metal: every Apple GPU of a Mac. Vulkan: the limits that the standard
@@ -45,7 +45,9 @@ class GpuTarget:
     pack_imports = None
 
     @property
-    def kernels(self) -> GpuKernels:
+    def kernels(self) -> Kernels:
+        from kvq.schedules.gpu.backend import GpuKernels
+
         return GpuKernels(self.kind, self.limits)
 
     @property

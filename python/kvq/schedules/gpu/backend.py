@@ -12,6 +12,18 @@ from kvq.quantization.storage import STORAGES
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
 
+from . import (
+    embedding,
+    experts,
+    kv_append,
+    kv_carry,
+    kv_seal,
+    likeliest,
+    linear,
+    paged_attention,
+    pointwise,
+    rope_table,
+)
 from .limits import GpuLimits
 
 
@@ -42,20 +54,16 @@ class GpuKernels:
             )
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
-        from .paged_attention import attention_shape
-
         if layout.row_dtype == "float16":
             self._needs_float16("a cache of fp16 rows")
-        return attention_shape(layout, num_heads, self.limits)
+        return paged_attention.attention_shape(layout, num_heads, self.limits)
 
     def prepare_vector(self, n: int, dtype: str) -> Preparation | None:
-        from .linear import prepare_vector
-
         if dtype == "float32":
             return None
         self._needs_float16("a weight in fp16")
         return Preparation(
-            f"prepare_vector_{n}", lambda: prepare_vector(n, dtype, self.limits), (n,), "float32"
+            f"prepare_vector_{n}", lambda: linear.prepare_vector(n, dtype, self.limits), (n,), "float32"
         )
 
     def prepare_codes(self, n: int, k: int, storage: str) -> None:
@@ -65,28 +73,20 @@ class GpuKernels:
         return None
 
     def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
-        from .rope_table import rope_table
-
-        return rope_table(half, attention_factor, self.limits)
+        return rope_table.rope_table(half, attention_factor, self.limits)
 
     def kv_append(
         self, layout: KVLayout, num_heads: int, rotary_dim: int, sm_scale: float, dtype: str
     ) -> tirx.PrimFunc:
-        from .kv_append import kv_append
-
-        return kv_append(layout, num_heads, rotary_dim, sm_scale, dtype, self.limits)
+        return kv_append.kv_append(layout, num_heads, rotary_dim, sm_scale, dtype, self.limits)
 
     def kv_seal(self, layout: KVLayout, num_heads: int) -> tirx.PrimFunc:
-        from .kv_seal import kv_seal
-
-        return kv_seal(layout, num_heads, self.limits)
+        return kv_seal.kv_seal(layout, num_heads, self.limits)
 
     def paged_attention(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
     ) -> tirx.PrimFunc:
-        from .paged_attention import paged_attention
-
-        return paged_attention(layout, num_heads, dtype, variant, self.limits)
+        return paged_attention.paged_attention(layout, num_heads, dtype, variant, self.limits)
 
     def paged_attention_decode(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
@@ -94,53 +94,37 @@ class GpuKernels:
         return self.paged_attention(layout, num_heads, dtype, variant)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
-        from .kv_carry import kv_carry
-
-        return kv_carry(layout, self.limits)
+        return kv_carry.kv_carry(layout, self.limits)
 
     def _check_storage(self, storage: str) -> None:
         if storage != "float32":
             self._needs_float16("a weight in " + ("fp16" if STORAGES[storage].bits is None else "codes"))
 
     def linear(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
-        from .linear import linear
-
         self._check_storage(storage)
-        return linear(n, k, storage, self.limits)
+        return linear.linear(n, k, storage, self.limits)
 
     def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
-        from .embedding import embedding
-
         self._check_storage(storage)
-        return embedding(n, k, storage, self.limits)
+        return embedding.embedding(n, k, storage, self.limits)
 
     def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:
-        from .experts import route_experts
-
-        return route_experts(num_experts, top_k, normalize, self.limits)
+        return experts.route_experts(num_experts, top_k, normalize, self.limits)
 
     def expert_linear(
         self, n: int, k: int, num_experts: int, top_k: int, shared: bool, storage: str
     ) -> tirx.PrimFunc:
-        from .experts import expert_linear
-
         self._check_storage(storage)
-        return expert_linear(n, k, num_experts, top_k, shared, storage, self.limits)
+        return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.limits)
 
     def draw(self, vocab: int, drawable: int) -> None:
         return None
 
     def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
-        from .likeliest import likeliest
-
-        return likeliest(vocab, drawable, self.limits)
+        return likeliest.likeliest(vocab, drawable, self.limits)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
-        from .pointwise import rms_norm
-
-        return rms_norm(dim, eps, self.limits)
+        return pointwise.rms_norm(dim, eps, self.limits)
 
     def gate(self, dim: int, activation: str) -> tirx.PrimFunc:
-        from .pointwise import gate
-
-        return gate(dim, activation, self.limits)
+        return pointwise.gate(dim, activation, self.limits)
