@@ -1,0 +1,65 @@
+"""A whole model on a Vulkan device: the CPU's logits, and its refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import vulkan_runner
+from checkpoints import write_tiny_llama
+from kvq.build import BuiltModel, prepare_model
+from kvq.errors import LibraryError
+from kvq.runtime.library import Library
+from kvq.runtime.loaded_model import LoadedModel, load_model
+
+pytestmark = [
+    pytest.mark.vulkan,
+    pytest.mark.skipif(vulkan_runner.missing() is not None, reason=str(vulkan_runner.missing())),
+]
+
+LIMITS = {"context_window_size": 256, "prefill_chunk_size": 96, "max_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, build_cache: Path) -> dict[str, BuiltModel]:
+    """A tiny model for both devices, with exact activations and a cache in int4."""
+    checkpoint = write_tiny_llama(tmp_path_factory.mktemp("tiny"), vocab_size=264)
+    return {
+        device: prepare_model(
+            checkpoint, "q4f16_1", "int4", device=device, opt="O1", cache_dir=build_cache, **LIMITS
+        )
+        for device in ("cpu", "vulkan")
+    }
+
+
+def logits(model: LoadedModel) -> tuple[list[np.ndarray], Any]:
+    """Prefill in chunks, two sequences in a step, decode across a page end; then the likeliest token."""
+    ids = np.random.default_rng(0).integers(0, 264, 200).tolist()
+    for name in ("a", "b"):
+        model.cache.add_sequence(name)
+    out = [model.step([("a", 90)], ids[:90]).copy()]
+    out.append(model.step([("a", 36), ("b", 20)], ids[90:146]).copy())
+    for i in range(150, 156):
+        out.append(model.step([("a", 1), ("b", 1)], ids[i : i + 2]).copy())
+    likeliest = model.step([("a", 1)], [5], likeliest=True) if model.finds_likeliest else None
+    return out, likeliest
+
+
+def test_logits_are_those_of_the_cpu(built: dict[str, BuiltModel]) -> None:
+    results = {
+        device: logits(load_model(model.library, model.weights_dir, device=device, **LIMITS))
+        for device, model in built.items()
+    }
+    for expected, found in zip(results["cpu"][0], results["vulkan"][0], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-3 * np.abs(expected).max())
+    assert results["vulkan"][1] is not None and 0 <= results["vulkan"][1][0] < 264
+
+
+def test_a_library_is_of_one_device(built: dict[str, BuiltModel]) -> None:
+    with pytest.raises(LibraryError, match="was compiled for vulkan, not cpu: use --device vulkan"):
+        Library.load(built["vulkan"].library, "cpu")
+    with pytest.raises(LibraryError, match="was compiled for cpu, not vulkan"):
+        Library.load(built["cpu"].library, "vulkan")
