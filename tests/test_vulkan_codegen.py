@@ -178,8 +178,13 @@ def test_half_precision(device: Any) -> None:
         put(buffers[2], buffers[0][i] * buffers[1][i] + T.float16(0.5), i)
         put(buffers[4], T.cast(buffers[3][i], "float16"), i)
 
+    def chosen(buffers: Any, i: Any, _: Any) -> None:
+        put(buffers[1], T.if_then_else(i % 3 == 0, buffers[0][i], buffers[0][0]), i)
+
     func = compiled(["float16", "float16", "float16", "float32", "float16"], body)
     half = np.zeros(COUNT, np.float16)
+    _, found = ran(compiled(["float16", "float16"], chosen), [a, half], device)
+    np.testing.assert_array_equal(found, np.where(np.arange(COUNT) % 3 == 0, a, a[0]))
     _, _, product, _, rounded = ran(func, [a, b, half, wide, half], device)
     with np.errstate(over="ignore"):
         np.testing.assert_allclose(product.astype(np.float32), a * b + np.float16(0.5), 2e-3, 2e-3)

@@ -99,6 +99,7 @@ class Expressions:
     def _branch(self, scalar: Scalar, condition: int, then: Any, otherwise: Any) -> Value:
         """Emit two blocks and join what they give."""
         module = self.module
+        self.arithmetic.computes(scalar)
         labels = module.new_id(), module.new_id()
         merge = module.new_id()
         module.do(Op.SELECTION_MERGE, merge, 0)
