@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+import vulkan_runner
 from kvq.convert import convert_weight
 from kvq.errors import CheckpointError
 from kvq.loader import TensorCache, open_checkpoint
@@ -21,12 +22,20 @@ from kvq.quantization.weights import stored_parameters
 from test_golden_logits import TOLERANCE, build, run
 from tiny_families import FAMILY_CASES, TinyFamily, golden
 
+#: On Vulkan those with something of their own: experts, soft-capping, norms with a mean.
+ON_VULKAN = ("mixtral", "gemma2", "stablelm")
 
-@pytest.mark.parametrize("name", FAMILY_CASES)
-def test_logits(name: str, build_cache: Path, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize(
+    ("name", "device"), [*((name, "cpu") for name in FAMILY_CASES), *((name, "vulkan") for name in ON_VULKAN)]
+)
+def test_logits(name: str, device: str, build_cache: Path, tmp_path: Path) -> None:
     """In one step, and in chunks with single rows between them, which go through ``decode``."""
+    if device == "vulkan" and (reason := vulkan_runner.missing()):
+        pytest.skip(reason)
     case, (expected, shapes) = FAMILY_CASES[name], golden(name)
-    model = build(case.write(tmp_path, shapes), "q0f32", "none", build_cache, context=case.tokens)
+    checkpoint = case.write(tmp_path, shapes)
+    model = build(checkpoint, "q0f32", "none", build_cache, case.tokens, device)
     for chunks in ([case.tokens], [case.tokens // 2 - 6, 1, 1, 64]):
         found = run(model, expected["tokens"], chunks)[expected["rows"]]
         assert np.abs(found - expected["logits"]).max() < TOLERANCE

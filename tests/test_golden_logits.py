@@ -17,11 +17,13 @@ GOLDENS = Path(__file__).parent / "goldens"
 TOLERANCE = 1e-3
 
 
-def build(checkpoint: Path, quantization: str, kv: str, cache: Path, context: int = 512) -> LoadedModel:
+def build(
+    checkpoint: Path, quantization: str, kv: str, cache: Path, context: int = 512, device: str = "cpu"
+) -> LoadedModel:
     """Convert, configure, compile and load a checkpoint, with exact activations."""
     limits = {"context_window_size": context, "prefill_chunk_size": context, "max_batch_size": 2}
-    built = prepare_model(checkpoint, quantization, kv, **limits, opt="O1", cache_dir=cache)
-    return load_model(built.library, built.weights_dir, **limits)
+    built = prepare_model(checkpoint, quantization, kv, **limits, opt="O1", device=device, cache_dir=cache)
+    return load_model(built.library, built.weights_dir, device=device, **limits)
 
 
 def run(model: LoadedModel, tokens: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
