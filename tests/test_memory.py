@@ -9,7 +9,7 @@ import pytest
 
 import kvq.memory
 from kvq.cli.main import main
-from kvq.errors import ConfigError, OutOfMemoryError
+from kvq.errors import ConfigError, LibraryError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.memory import (
     MemoryPlan,
@@ -23,6 +23,7 @@ from kvq.memory import (
 )
 from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
+from kvq.runtime import gpu_memory
 from kvq.runtime.cache_shape import CacheShape, logit_bytes, logit_room
 
 MIB = 2**20
@@ -323,3 +324,37 @@ def test_a_gpu_is_planned_by_what_its_library_takes() -> None:
 
 def test_rooms_of_logits_are_powers_of_two() -> None:
     assert [logit_room(rows) for rows in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+
+
+class FakeDriver:
+    """CUDA and NVML of a GPU of 1,000 bytes, of which ``taken`` are in use."""
+
+    taken = 100
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*args: Any) -> int:
+            if name == "nvmlDeviceGetMemoryInfo":
+                memory = args[1]._obj
+                memory.total, memory.used, memory.free = 1000, self.taken, 1000 - self.taken
+            return 0
+
+        return call
+
+
+def test_the_drivers_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeDriver()
+    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", lambda name: driver)
+    memory = gpu_memory.GpuMemory()
+    before = memory.used
+    assert (before, memory.free) == (100, 900)
+    driver.taken = 350
+    assert memory.overhead(before) == 250 + gpu_memory.HEADROOM
+    driver.taken = 50  # somebody else went
+    assert memory.overhead(before) == gpu_memory.HEADROOM
+
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open")
+
+    monkeypatch.setattr(gpu_memory.ctypes, "CDLL", missing)
+    with pytest.raises(LibraryError, match=r"no CUDA driver: libcuda\.so\.1"):
+        gpu_memory.GpuMemory()

@@ -107,7 +107,7 @@ class TorchModel:
     def _plain_layer(
         self, x: Any, weights: dict[str, Any], cache: Any, positions: Any, turn: Any, prompt: bool
     ) -> Any:
-        """One layer for ``x[batch, rows, hidden]`` and ``cache[2, batch, heads, room, dim]``, which grows."""
+        """One layer for ``x[batch, rows, hidden]``; writes its cache, two ``[batch, heads, room, dim]``."""
         functional, model = self.torch.nn.functional, self.model
         heads, kv_heads, dim = model.num_attention_heads, model.num_key_value_heads, model.head_dim
         batch, rows, hidden = x.shape
@@ -120,10 +120,11 @@ class TorchModel:
             part * cos + self.torch.cat([-part[..., dim // 2 :], part[..., : dim // 2]], -1) * sin
             for part in (q, k)
         )
-        cache[0].index_copy_(2, positions, k)
-        cache[1].index_copy_(2, positions, v)
+        # tensors of their own: of a view, Inductor would copy the whole
+        for kept, rows_of in zip(cache, (k, v), strict=True):
+            kept.index_copy_(2, positions, rows_of)
         if not prompt:
-            k, v = cache[0], cache[1]
+            k, v = cache
         attended = functional.scaled_dot_product_attention(
             q, k, v, is_causal=prompt, enable_gqa=heads != kv_heads
         )
@@ -145,9 +146,12 @@ class TorchModel:
         return torch.nn.functional.linear(x[:, -1], self.head).argmax(-1)
 
     def _caches(self, batch: int, room: int) -> list[Any]:
-        shape = (2, batch, self.model.num_key_value_heads, room, self.model.head_dim)
-        make = self.torch.randn
-        return [make(shape, device="cuda", dtype=self.torch.float16) for _ in self.layers]
+        shape = (batch, self.model.num_key_value_heads, room, self.model.head_dim)
+
+        def make() -> Any:
+            return self.torch.randn(shape, device="cuda", dtype=self.torch.float16)
+
+        return [(make(), make()) for _ in self.layers]
 
     def decoding(self, batch: int, context: int, steps: int) -> Callable[[], float]:
         """As of :class:`StepPeer`; attention is over the cache's whole room of ``context + steps`` tokens."""

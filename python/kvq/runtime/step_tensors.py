@@ -274,8 +274,8 @@ class DeviceSteps:
         arrays = [
             *first,
             _padded(plan.kv_faults[:rows], rows + fill),
-            np.pad(plan.positions[:rows], (0, fill)),
-            np.pad(plan.append_slots[:rows], (0, fill), constant_values=workspace),
+            _padded(plan.positions[:rows], rows + fill),
+            _padded(plan.append_slots[:rows], rows + fill, workspace),
             counts,
             plan.seal_tasks[:seals],
             plan.carry_tasks[:carries],
@@ -324,11 +324,11 @@ def _fields(draws: np.ndarray | None, rows: int) -> np.ndarray:
     return fields
 
 
-def _padded(tasks: np.ndarray, length: int) -> np.ndarray:
-    """The tasks, and zeros up to ``length``."""
-    if len(tasks) == length:
-        return tasks
-    return np.concatenate([tasks, np.zeros((length - len(tasks), tasks.shape[1]), np.int32)])
+def _padded(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
+    """The array, and ``value`` up to ``length``."""
+    if len(array) == length:
+        return array
+    return np.concatenate([array, np.full((length - len(array), *array.shape[1:]), value, np.int32)])
 
 
 def _aligned(count: int) -> int:
