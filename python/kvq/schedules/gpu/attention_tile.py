@@ -80,7 +80,7 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a workgroup."""
-        layout, words = self.layout, self.arena_floats + self.states * (LANES + 1)
+        layout, words = self.layout, self.arena_floats + self.states * (2 * LANES + 3)
         if layout.k_bits is not None:
             words += 2 * layout.head_dim + layout.k_header_bits // 8
             words += layout.head_dim // 2 if len(layout.k_classes) > 1 else 0

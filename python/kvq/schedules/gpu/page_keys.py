@@ -14,7 +14,7 @@ from kvq.layout import BASE_BITS, CODES_PER_CHUNK, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
 
 from .attention_tile import LANES, THREADS, Team, Tile
-from .block import for_threads, put, shared
+from .block import for_threads, held, put, shared
 from .halves import half_of, half_to_float, halves_to_floats
 from .page_codes import code_number, whole_codes
 
@@ -216,8 +216,8 @@ class KeyScores:
     def _chunk(self, query, pool, unit, number, first_channel: int, first_word: int, bits: int) -> None:
         """Add the channels whose codes are one chunk a lane."""
         tokens = self.tile.tokens
-        stored = T.bind(number * (CODES_PER_CHUNK // tokens) + first_channel)
-        start = T.bind(number * (bits * LANES) + self.team.lane + first_word)
+        stored = held(number * (CODES_PER_CHUNK // tokens) + first_channel)
+        start = held(number * (bits * LANES) + self.team.lane + first_word)
         if CODES_PER_CHUNK % bits:
             words = [T.bind(pool[(*unit, start + w * LANES)]) for w in range(bits)]
             self._codes(query, words, stored, CODES_PER_CHUNK // tokens, bits)

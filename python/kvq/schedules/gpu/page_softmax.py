@@ -1,8 +1,8 @@
 """Online softmax of a page: the scores of a tile's queries become weights of its values.
 
 A team's scores are of its slice of the channels. The slices of a block of states share its states out, add
-their scores up in shared memory, and meet there once more, 16 threads a state, for the maximum; weights stand
-where the scores of the first slice stood. Sums of weights meet at the end.
+their scores up in shared memory, and meet there once more, 16 threads a state, for the maximum; scores, then
+weights, stand where those of the first slice stood. A state's sum of weights stays in 16 parts to the end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from kvq.schedules.attention_variant import AttentionVariant
 
 from .attention_tile import LANES, Team, Tile
-from .block import local, put, sync, when
+from .block import held, local, put, shared, sync, when
 from .halves import half_of, half_to_float
 from .page_keys import KeyScores
 
@@ -23,61 +23,61 @@ MASKED = -1e30
 
 
 class Shared(NamedTuple):
-    """Shared memory: scores, then weights; of each state the lanes' maxima, and a factor."""
+    """Shared memory: scores, then weights; maxima of a page and sums of weights by lane; and by state, maxima
+    so far (those of odd pages apart) and factors."""
 
     arena: Any
     peaks: Any
+    totals: Any
+    peak: Any
     factors: Any
 
 
+def softmax_memory(tile: Tile) -> Shared:
+    """Declare it."""
+    lanes = (tile.states * LANES,)
+    return Shared(
+        shared((tile.arena_floats,), "float32"),
+        shared(lanes, "float32"),
+        shared(lanes, "float32"),
+        shared((2, tile.states), "float32"),
+        shared((tile.states,), "float32"),
+    )
+
+
 class PageSoftmax:
-    """Maximum and sum of each state that the thread answers for: every ``slices``-th of its team's block."""
+    """Statements of the thread for every ``slices``-th state of its team's block."""
 
     def __init__(
         self, tile: Tile, team: Team, variant: AttentionVariant, keys: KeyScores, memory: Shared
     ) -> None:
         self.tile, self.team, self.layout, self.variant = tile, team, tile.layout, variant
         self.keys, self.memory = keys, memory
-        self.peak, self.total = (local((tile.team_states,), "float32") for _ in range(2))
+        self.scores = local((tile.tokens,), "float32")
         self.value_scale = local((tile.tokens,), "float32")
+        self.sum = local((1,), "float32")
+        self.first_state = held(team.block * tile.team_states)
+
+    def each(self, body) -> None:
+        """Emit ``body(state)`` for the states that the thread answers for."""
+        working = self.team.slice < self.team.slices
+        when(
+            working,
+            lambda: self.team.for_slice(self.tile.team_states, lambda i: body(held(self.first_state + i))),
+        )
 
     def clear(self) -> None:
         """Start from nothing."""
-        for k in range(self.tile.team_states):
-            put(self.peak, T.float32(MASKED), k)
-            put(self.total, T.float32(0), k)
 
-    def each(self, body) -> None:
-        """Emit ``body(k, state)`` for the states that the thread answers for."""
-        team, states = self.team, self.tile.team_states
-        for k in range(states):
-            i = T.bind(team.slice + team.slices * k)
+        def one(state):
+            put(self.memory.totals, T.float32(0), state * LANES + self.team.lane)
+            for parity in range(2):
+                when(
+                    self.team.lane == 0,
+                    lambda parity=parity: put(self.memory.peak, T.float32(MASKED), parity, state),
+                )
 
-            def one(k=k, i=i):
-                body(k, T.bind(team.block * states + i))
-
-            when(T.And(i < states, team.slice < team.slices), one)
-
-    def add_up(self) -> None:
-        """Bring the slices' scores together, in ``scores[t, k]`` of state ``k``. Contains a barrier."""
-        tile, team, page, scores = self.tile, self.team, self.layout.page_size, self.keys.scores
-        arena = self.memory.arena
-        first = T.bind(team.index * (tile.team_states * page))
-        for i in range(tile.team_states):
-            for t in range(tile.tokens):
-                put(arena, scores[t, i], first + i * page + self.keys.token(t))
-        sync()
-        stride = T.bind(team.blocks * (tile.team_states * page))
-
-        def add(k, state):
-            for t in range(tile.tokens):
-                put(scores, T.float32(0), t, k)
-            with T.serial(team.slices) as s:
-                place = T.bind(s * stride + state * page)
-                for t in range(tile.tokens):
-                    put(scores, scores[t, k] + arena[place + self.keys.token(t)], t, k)
-
-        self.each(add)
+        self.each(one)
 
     def load_scales(self, pool, unit) -> None:
         """The values' scales of the thread's tokens, for the numbers of :class:`.page_values.ValueSums`."""
@@ -85,67 +85,79 @@ class PageSoftmax:
         if bits is None:
             return
         for t in range(self.tile.tokens):
-            token = T.bind(self.keys.token(t))
+            token = self.keys.token(t)
             word = pool[(*unit, T.shift_right(token, 1) + self.layout.v_scale_offset)]
             scale = half_to_float(half_of(word, token)) * T.float32(2.0**bits)
             put(self.value_scale, scale, t)
 
-    def mask(self, first, end) -> None:
-        """Cap the scores, hide the tokens outside of ``first(state) .. end(state) - 1``, offer the maximum.
+    def unit_scales(self) -> None:
+        """Scales of values that are not quantized."""
+        for t in range(self.tile.tokens):
+            put(self.value_scale, T.float32(1), t)
 
-        Either is None where every row sees all. A barrier must follow.
+    def offer(self, first, end) -> None:
+        """Add the slices' scores up, cap them, offer their maximum. Contains a barrier; another must follow.
+
+        Tokens outside of ``first(state) .. end(state) - 1`` are hidden; ``first`` is None without a window.
         """
+        tile, team, arena, page = self.tile, self.team, self.memory.arena, self.layout.page_size
+        own = held(team.index * (tile.team_states * page))
+        for i in range(tile.team_states):
+            for t in range(tile.tokens):
+                put(arena, self.keys.scores[t, i], own + i * page + self.keys.token(t))
+        sync()
+        stride = held(team.blocks * (tile.team_states * page))
 
-        def one(k, state):
-            begin, stop = (bound and T.bind(bound(state)) for bound in (first, end))
+        def one(state):
+            for t in range(tile.tokens):
+                put(self.scores, T.float32(0), t)
+            with T.serial(team.slices) as s:
+                place = held(s * stride + state * page)
+                for t in range(tile.tokens):
+                    put(self.scores, self.scores[t] + arena[place + self.keys.token(t)], t)
+            begin, stop = first and held(first(state)), held(end(state))
             most = T.float32(MASKED)
-            for t in range(self.tile.tokens):
-                score, token = self.keys.scores[t, k], self.keys.token(t)
+            for t in range(tile.tokens):
+                token, score = self.keys.token(t), T.bind(self.scores[t])
                 if self.variant.softcap is not None:
-                    score = _capped(T.bind(score), self.variant.softcap)
-                if begin is not None:
-                    score = T.Select(token >= begin, score, T.float32(MASKED))
-                if stop is not None:
-                    score = T.Select(token < stop, score, T.float32(MASKED))
-                score = T.bind(score)
-                put(self.keys.scores, score, t, k)
+                    score = _capped(score, self.variant.softcap)
+                visible = token < stop if begin is None else T.And(token >= begin, token < stop)
+                score = T.bind(T.Select(visible, score, T.float32(MASKED)))
+                put(arena, score, state * page + token)
                 most = T.bind(T.max(most, score))
-            put(self.memory.peaks, most, state * LANES + self.team.lane)
+            put(self.memory.peaks, most, state * LANES + team.lane)
 
         self.each(one)
 
-    def weigh(self, scaled: bool, masked: bool) -> None:
-        """Weights, scaled for codes or not, and the factors that sums fade by. A barrier must follow."""
+    def weigh(self, parity) -> None:
+        """Scores to weights, times the values' scales; and the factors that sums fade by. A barrier follows.
+
+        ``parity`` says which maxima are those so far.
+        """
         page, lane, memory = self.layout.page_size, self.team.lane, self.memory
 
-        def one(k, state):
-            before = T.bind(self.peak[k])
+        def one(state):
+            before = T.bind(memory.peak[parity, state])
             now = before
             for i in range(LANES):
                 now = T.bind(T.max(now, memory.peaks[state * LANES + i]))
             fade = T.bind(T.exp(before - now))
-            total = T.bind(self.total[k] * fade)
+            put(self.sum, memory.totals[state * LANES + lane] * fade, 0)
             for t in range(self.tile.tokens):
-                score = T.bind(self.keys.scores[t, k])
-                weight = T.exp(score - now)
-                if masked:  # where a row sees nothing, the maximum is a masked score
-                    weight = T.Select(score > T.float32(MASKED), weight, T.float32(0))
+                place = held(state * page + self.keys.token(t))
+                score = T.bind(memory.arena[place])
+                # where a row sees nothing, the maximum is a masked score
+                weight = T.Select(score > T.float32(MASKED), T.exp(score - now), T.float32(0))
                 weight = T.bind(weight)
-                total = T.bind(total + weight)
-                place = state * page + self.keys.token(t)
-                put(memory.arena, weight * self.value_scale[t] if scaled else weight, place)
-            put(self.peak, now, k)
-            put(self.total, total, k)
-            when(lane == 0, lambda: put(memory.factors, fade, state))
+                put(self.sum, self.sum[0] + weight, 0)
+                put(memory.arena, weight * self.value_scale[t], place)
+            put(memory.totals, self.sum[0], state * LANES + lane)
 
-        self.each(one)
+            def tell():
+                put(memory.peak, now, 1 - parity, state)
+                put(memory.factors, fade, state)
 
-    def offer(self) -> None:
-        """Sums to where the maxima were, maxima to where the factors were, between two barriers."""
-
-        def one(k, state):
-            put(self.memory.peaks, self.total[k], state * LANES + self.team.lane)
-            when(self.team.lane == 0, lambda: put(self.memory.factors, self.peak[k], state))
+            when(lane == 0, tell)
 
         self.each(one)
 
@@ -156,4 +168,4 @@ def _capped(score, cap: float):
     magnitude = T.Select(negative, T.float32(0) - score, score)
     fading = T.bind(T.exp(magnitude * T.float32(-2 / cap)))
     ratio = T.bind((T.float32(1) - fading) / (T.float32(1) + fading) * T.float32(cap))
-    return T.Select(negative, T.float32(0) - ratio, ratio)
+    return T.bind(T.Select(negative, T.float32(0) - ratio, ratio))

@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from kvq.layout import CODES_PER_CHUNK
 
 from .attention_tile import LANES, Team, Tile
-from .block import local, put
+from .block import held, local, put
 from .halves import halves_to_floats
 from .page_codes import lowest_number, whole_codes
 
@@ -28,7 +28,7 @@ class ValueSums:
         _, self.raw_halves = tile.raw_halves
         self.sums = local((tile.team_states, tile.channels), "float32")
         self.words = local((tile.channels,), "uint32")
-        self.first_state = T.bind(team.block * tile.team_states)
+        self.first_state = held(team.block * tile.team_states)
 
     def channel(self, k: int):
         """The thread's ``k``-th channel, which may be beyond the last. Rows in fp16 come two in a word."""
@@ -103,9 +103,9 @@ class ValueSums:
         start = T.bind(row * layout.head_dim + layout.v_offset)
         for k in channels:
             put(self.words, pool[(*unit, start + self._read(k))], k)
-        chunk, place = T.bind(T.truncdiv(row, bits)), T.bind(T.truncmod(row, bits))
-        first, whole = T.bind(chunk * CODES_PER_CHUNK), whole_codes(bits)
-        token = T.bind(place * whole + first)
+        place = held(T.truncmod(row, bits))
+        first, whole = held(T.truncdiv(row, bits) * CODES_PER_CHUNK), whole_codes(bits)
+        token = held(place * whole + first)
         with T.serial(whole) as i:
             values = [T.bind(lowest_number(self.words[k], bits) - T.float32(1.5)) for k in channels]
             self._add(T.bind(token + i), values)

@@ -22,11 +22,11 @@ from kvq.schedules.cache_arguments import SCRATCH_EXTRA, AttentionArguments, att
 
 from .attention_merge import merge_rows
 from .attention_tile import LANES, TEAMS, THREADS, Team, Tile, make_tile
-from .block import ATTRIBUTES, for_threads, held, launch, local, put, shared, sync, when
+from .block import ATTRIBUTES, for_threads, held, launch, local, put, sync, when
 from .hadamard import rotate
 from .limits import GpuLimits
 from .page_keys import KeyScales, KeyScores
-from .page_softmax import PageSoftmax, Shared
+from .page_softmax import PageSoftmax, Shared, softmax_memory
 from .page_values import ValueSums
 
 #: Key pages of a split.
@@ -48,7 +48,7 @@ def attention_shape(layout: KVLayout, num_heads: int, limits: GpuLimits) -> Atte
 
 
 class _Task(NamedTuple):
-    """A task: its rows, where page 0 is in the table, its own page, its pages, and its scratch slot or -1."""
+    """A task: its rows, where page 0 is in the table, its pages (with its own or without), its slot."""
 
     first_row: Any
     num_rows: Any
@@ -57,7 +57,7 @@ class _Task(NamedTuple):
     begin: Any
     own_page: Any
     sealed_end: Any
-    has_own: Any
+    end: Any
     slot: Any
 
 
@@ -85,7 +85,7 @@ class _Kernel:
             T.bind(begin),
             own_page,
             T.bind(T.min(end, own_page)),
-            T.bind(end > own_page),
+            T.bind(T.min(end, own_page + 1)),
             T.bind(tasks[at, 6]),
         )
 
@@ -99,8 +99,7 @@ class _Kernel:
         softmax = PageSoftmax(tile, self.team, self.variant, keys, memory)
         softmax.clear()
         values.each(lambda i, k: put(values.sums, T.float32(0), i, k))
-        first_state = T.bind(self.team.block * tile.team_states)
-        queries = [self.query_place(first_state + i) for i in range(tile.team_states)]
+        queries = [self.query_place(values.first_state + i) for i in range(tile.team_states)]
 
         def query(i, channel):
             return a.q[(*queries[i], channel)]
@@ -108,65 +107,58 @@ class _Kernel:
         def unit(index):
             return T.bind(a.table[task.table + index]), a.layer, head
 
-        def hidden(index):
-            if self.variant.window is None:
-                return None
-            return lambda state: self.position(state) - (self.variant.window - 1) - index * page
+        def offset(state):
+            """Place in its page of a state's row."""
+            return T.bitwise_and(self.position(state), page - 1)
 
-        def weigh(index, end, prepare, scaled: bool) -> None:
-            """Weights of the page's values, while the next page's scales are prepared."""
-            softmax.add_up()
-            softmax.mask(hidden(index), end)
+        def one_page(index):
+            sealed, following = T.bind(index < task.own_page), T.bind(index + 1)
+            more = T.bind(following < task.sealed_end)
+
+            def read_sealed():
+                where = unit(index)
+                keys.add_page(query, a.pool, where)
+                softmax.load_scales(a.pool, where)
+                when(more, lambda: scales.gather(a.pool, unit(following)))
+
+            def read_own():
+                self.each_own(lambda row: keys.add_rows(query, lambda i: row(0, i)))
+
+            def hidden(state):
+                return self.position(state) - (self.variant.window - 1) - index * page
+
+            def seen(state):
+                return T.Select(sealed, page, offset(state) + 1)
+
+            def add_own():
+                last = a.positions[task.first_row + task.num_rows - 1]
+                end = held(T.bitwise_and(last, page - 1) + 1)
+                self.each_own(lambda row: values.add_rows(lambda i: row(1, i), end))
+
+            keys.clear()
+            softmax.unit_scales()
+            _either(sealed, read_sealed, read_own)
+            softmax.offer(hidden if self.variant.window is not None else None, seen)
             sync()
-            prepare()
-            softmax.weigh(scaled, end is not None or self.variant.window is not None)
+            when(more, lambda: scales.prepare(a.pool, unit(following)))
+            softmax.weigh(T.bitwise_and(index, 1))
             sync()
             values.fade(memory.factors)
-
-        def sealed_page(index):
-            where = unit(index)
-            following = T.bind(index + 1)
-            more = T.bind(following < task.sealed_end)
-            keys.clear()
-            keys.add_page(query, a.pool, where)
-            softmax.load_scales(a.pool, where)
-            when(more, lambda: scales.gather(a.pool, unit(following)))
-
-            def prepare():
-                when(more, lambda: scales.prepare(a.pool, unit(following)))
-
-            weigh(index, None, prepare, self.layout.v_bits is not None)
-            values.add_page(a.pool, where)
+            _either(sealed, lambda: values.add_page(a.pool, unit(index)), add_own)
             sync()
 
-        def sealed_pages():
-            if scales.quantized:
-                first = unit(task.begin)
-                scales.gather(a.pool, first)
-                sync()
-                scales.prepare(a.pool, first)
-                sync()
-            with T.serial(task.sealed_end - task.begin) as step:
-                sealed_page(T.bind(task.begin + step))
-
-        def own_page():
-            keys.clear()
-            self.each_own(lambda row: keys.add_rows(query, lambda i: row(0, i)))
-            weigh(task.own_page, lambda state: self.offset(self.position(state)) + 1, lambda: None, False)
-            last = a.positions[task.first_row + task.num_rows - 1]
-            seen = T.bind(self.offset(last) + 1)
-            self.each_own(lambda row: values.add_rows(lambda i: row(1, i), seen))
+        def prepare_first():
+            first = unit(task.begin)
+            scales.gather(a.pool, first)
             sync()
+            scales.prepare(a.pool, first)
 
-        when(task.begin < task.sealed_end, sealed_pages)
-        when(task.has_own, own_page)
-        softmax.offer()
+        if scales.quantized:
+            when(task.begin < task.sealed_end, prepare_first)
         sync()
-        with T.If(task.slot < 0):
-            with T.Then():
-                self.finish(values)
-            with T.Else():
-                self.leave(values)
+        with T.serial(task.end - task.begin) as step:
+            one_page(T.bind(task.begin + step))
+        self.finish(values)
 
     def query_place(self, state):
         """Row and head of a query; of states beyond the last, those of another."""
@@ -178,10 +170,6 @@ class _Kernel:
         """Position of the row of a state."""
         return self.a.positions[self.query_place(state)[0]]
 
-    def offset(self, position):
-        """Place of a position in its page."""
-        return T.bitwise_and(position, self.layout.page_size - 1)
-
     def each_own(self, body) -> None:
         """Emit ``body(row)`` for the own page, ``row(part, i)`` a number of it, wherever it stands."""
         a, own = self.a, self.task.row_page
@@ -190,107 +178,99 @@ class _Kernel:
         def number(rows, where):
             return lambda part, i: T.cast(rows[(*where, part, i)], "float32")
 
-        with T.If(own < num_open):
-            with T.Then():
-                body(number(a.kv_open, (own, a.layer, self.head)))
-            with T.Else():
-                body(number(a.workspace, (own - num_open, self.head)))
+        _either(
+            own < num_open,
+            lambda: body(number(a.kv_open, (own, a.layer, self.head))),
+            lambda: body(number(a.workspace, (own - num_open, self.head))),
+        )
 
-    # ---- the end of a task -----------------------------------------------------------------------
-    def each_state(self, body) -> None:
-        """Emit ``body(state)`` for every state of the task, a thread each. A barrier must follow."""
-        count = T.bind(self.task.num_rows * self.tile.group)
-        when(self.thread < count, lambda: body(self.thread))
+    def finish(self, values: ValueSums) -> None:
+        """Write the rows of a task: divided by their sums, the rotation of V undone.
 
-    def total(self, state):
-        """Sum of the weights of a state."""
-        total = T.float32(0)
-        for lane in range(LANES):
-            total = T.bind(total + self.memory.peaks[state * LANES + lane])
-        return total
-
-    def results(self, values: ValueSums, rotated: bool, store) -> None:
-        """Bring the slices' sums together and emit ``store(state, channel, value)``.
-
-        In turn, each team's ``i``-th state: multiplied by its factor, the rotation of V undone or not.
+        Of a row that was split, the results go to the scratch as they are.
         """
-        tile, team, arena, dim = self.tile, self.team, self.memory.arena, self.layout.head_dim
-        stride = T.bind(team.blocks * dim)
+        a, tile, team, task, memory = self.a, self.tile, self.team, self.task, self.memory
+        dim, whole = self.layout.head_dim, T.bind(self.task.slot < 0)
+        states = held(task.num_rows * tile.group)
+        parity = T.bind(T.bitwise_and(task.end, 1))
+        stride = held(team.blocks * dim)
+
+        def factor(state):
+            total = T.float32(0)
+            for lane in range(LANES):
+                total = T.bind(total + memory.totals[state * LANES + lane])
+            peak, head = T.bind(memory.peak[parity, state]), self.query_place(state)[1]
+
+            def divide():
+                if a.sinks is None:
+                    put(memory.factors, T.float32(1) / total, state)
+                    return
+                sink = T.bind(a.sinks[head])
+                now = T.bind(T.max(peak, sink))
+                fade = T.bind(T.exp(peak - now))
+                put(memory.factors, fade / (total * fade + T.exp(sink - now)), state)
+
+            def keep():
+                put(a.scratch, peak, task.slot, head, dim)
+                put(a.scratch, total, task.slot, head, dim + 1)
+                put(memory.factors, T.float32(1), state)
+
+            _either(whole, divide, keep)
 
         def lot(turn):
+            """Each team's state number ``turn``: slices added up, then rows of the arena."""
+
             def keep(i, k):
                 channel = values.channel(k)
-                place = T.bind(team.index * dim + channel)
-                when(T.And(turn == i, channel < dim), lambda: put(arena, values.sums[i, k], place))
-
-            def state_of(index):
-                return T.bind(T.truncdiv(index, dim) * tile.team_states + turn)
-
-            def inside(index):
-                return T.And(index < stride, state_of(index) < self.task.num_rows * tile.group)
-
-            def add_up(index):
-                total = local((1,), "float32")
-                put(total, T.float32(0), 0)
-                with T.serial(team.slices) as s:
-                    put(total, total[0] + arena[s * stride + index], 0)
-                put(arena, total[0] * self.memory.factors[state_of(index)], index)
-
-            def write(index):
-                store(state_of(index), T.bind(T.truncmod(index, dim)), arena[index])
+                place = team.index * dim + channel
+                inside = T.And(turn == i, channel < dim)
+                when(inside, lambda: put(memory.arena, values.sums[i, k], place))
 
             def for_inside(body):
-                for_threads(TEAMS * dim, self.thread, THREADS, lambda i: when(inside(i), lambda: body(i)))
+                def one(index):
+                    state = held(T.truncdiv(index, dim) * tile.team_states + turn)
+                    when(T.And(index < stride, state < states), lambda: body(index, state))
 
+                for_threads(TEAMS * dim, self.thread, THREADS, one)
+
+            def add_up(index, state):
+                put(total, T.float32(0), 0)
+                with T.serial(team.slices) as s:
+                    put(total, total[0] + memory.arena[s * stride + index], 0)
+                put(memory.arena, total[0] * memory.factors[state], index)
+
+            def write(index, state):
+                row, head = self.query_place(state)
+                channel, value = held(T.truncmod(index, dim)), T.bind(memory.arena[index])
+                _either(
+                    whole,
+                    lambda: put(a.out, T.cast(value, self.dtype), row, head, channel),
+                    lambda: put(a.scratch, value, task.slot, head, channel),
+                )
+
+            total = local((1,), "float32")
             values.each(keep)
             sync()
             for_inside(add_up)
             sync()
-            if rotated:
-                rotate(arena, 0, TEAMS * dim, dim, self.thread, THREADS)
+            if self.layout.v_bits is not None:
+                when(whole, lambda: rotate(memory.arena, 0, TEAMS * dim, dim, self.thread, THREADS))
             for_inside(write)
             sync()
 
+        when(self.thread < states, lambda: factor(self.thread))
+        sync()
         with T.serial(tile.team_states) as turn:
             lot(turn)
 
-    def finish(self, values: ValueSums) -> None:
-        """Divide by the sums, undo the rotation of V, and write the rows of a task that was not split."""
-        a, factors = self.a, self.memory.factors
 
-        def factor(state):
-            total = self.total(state)
-            if a.sinks is None:
-                put(factors, T.float32(1) / total, state)
-                return
-            peak, sink = T.bind(factors[state]), T.bind(a.sinks[self.query_place(state)[1]])
-            now = T.bind(T.max(peak, sink))
-            fade = T.bind(T.exp(peak - now))
-            put(factors, fade / (total * fade + T.exp(sink - now)), state)
-
-        def store(state, channel, value):
-            put(a.out, T.cast(value, self.dtype), *self.query_place(state), channel)
-
-        self.each_state(factor)
-        sync()
-        self.results(values, self.layout.v_bits is not None, store)
-
-    def leave(self, values: ValueSums) -> None:
-        """Leave the results of a split row in the scratch."""
-        a, factors, dim = self.a, self.memory.factors, self.layout.head_dim
-        slot, first_head = self.task.slot, T.bind(self.head * self.tile.group)
-
-        def keep(state):
-            put(a.scratch, factors[state], slot, first_head + state, dim)
-            put(a.scratch, self.total(state), slot, first_head + state, dim + 1)
-            put(factors, T.float32(1), state)
-
-        def store(state, channel, value):
-            put(a.scratch, value, slot, first_head + state, channel)
-
-        self.each_state(keep)
-        sync()
-        self.results(values, False, store)
+def _either(condition, body, otherwise) -> None:
+    """Emit ``body()`` under a condition, else ``otherwise()``."""
+    with T.If(condition):
+        with T.Then():
+            body()
+        with T.Else():
+            otherwise()
 
 
 def paged_attention(
@@ -314,12 +294,7 @@ def paged_attention(
         a = attention_arguments(layout, num_heads, dtype, variant.sinks)
         with launch([layout.num_kv_heads, T.cast(a.num_tasks, "int32")], THREADS) as (head, at, thread):
             kernel = _Kernel(a, tile, dtype, variant)
-            memory = Shared(
-                shared((tile.arena_floats,), "float32"),
-                shared((tile.states * LANES,), "float32"),
-                shared((tile.states,), "float32"),
-            )
-            scales = KeyScales(layout, thread)
+            memory, scales = softmax_memory(tile), KeyScales(layout, thread)
             when(at < a.counts[2], lambda: kernel.run(at, head, thread, memory, scales))
         merge_rows(a, layout, num_heads, dtype)
     return script.get()
