@@ -15,6 +15,8 @@ from tvm.ir.transform import Pass
 from tvm.s_tir import dlight
 from tvm.tirx import compilation_pipeline
 
+from .bound_grids import BoundGrids
+
 # Where a CUDA runtime is loaded, TVM would call a compiler of its own, for this machine's GPU alone. So it
 # keeps the source, which `fatbin.py` compiles when the library is written.
 os.environ["TVM_COMPILE_FORCE_FALLBACK"] = "1"
@@ -29,10 +31,13 @@ def relax_pipeline(target: tvm.target.Target) -> Pass:
     The default makes kernels of them and then recognizes these by their loops, which fails on TIRx. What
     Relax legalizes is pointwise, or small: no kernel of it needs more than dlight's plainest schedule.
     """
+    bound: list[Pass] = []
     if target.kind.name == "cuda":
         from tvm.relax.backend.cuda.pipeline import finalize_passes
     else:
         from tvm.relax.backend.gpu_generic.pipeline import finalize_passes
+
+        bound = [BoundGrids()]
 
     @tvm.transform.module_pass(opt_level=0, name="RelaxPipeline")
     def run(mod: tvm.IRModule, _context: tvm.transform.PassContext) -> tvm.IRModule:
@@ -44,6 +49,7 @@ def relax_pipeline(target: tvm.target.Target) -> Pass:
                 relax.transform.FuseOps(),
                 relax.transform.FuseTIR(),
                 dlight.ApplyDefaultSchedule(dlight.gpu.Fallback()),
+                *bound,
                 relax.transform.ToNonDataflow(),
                 relax.transform.RemovePurityChecking(),
                 relax.transform.CallTIRRewrite(),

@@ -19,6 +19,9 @@ from tvm.script import tirx as T
 #: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
 ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
 
+#: Workgroups that every GPU starts along a dimension.
+MOST_GROUPS = 65535
+
 _ALL_LANES = 0xFFFFFFFF
 
 
@@ -42,6 +45,17 @@ def launch(blocks: Sequence, threads: int) -> Iterator[tuple]:
         tags = [f"blockIdx.{axis}" for axis in "xyz"[: len(blocks)]]
         extents = [*zip(tags, blocks, strict=True), ("threadIdx.x", threads)]
         yield tuple(stack.enter_context(T.launch_thread(tag, extent)) for tag, extent in extents)
+
+
+@contextmanager
+def launch_many(count, threads: int) -> Iterator[tuple]:
+    """Start ``count`` workgroups, however many: ``with launch_many(n, 128) as (index, thread):``.
+
+    The last ones may do the last index over again: each must write what the others of its index do.
+    """
+    blocks = [T.min(count, MOST_GROUPS), T.truncdiv(count + (MOST_GROUPS - 1), MOST_GROUPS)]
+    with launch(blocks, threads) as (x, y, thread):
+        yield T.bind(T.min(y * MOST_GROUPS + x, count - 1)), thread
 
 
 def put(buffer, value, *index):

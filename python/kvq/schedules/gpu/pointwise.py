@@ -9,7 +9,7 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
 
-from .block import ATTRIBUTES, add, for_threads, launch, local, put, reduce_lanes, shared, when
+from .block import ATTRIBUTES, add, for_threads, launch, launch_many, local, put, reduce_lanes, shared, when
 from .limits import GpuLimits
 
 _THREADS = 256
@@ -31,7 +31,7 @@ def rms_norm(dim: int, eps: float, limits: GpuLimits) -> tirx.PrimFunc:
         x = builder.arg("x", T.Buffer((n, dim), "float32"))
         weight = builder.arg("weight", T.Buffer((dim,), "float32"))
         out = builder.arg("out", T.Buffer((n, dim), "float32"))
-        with launch([n], threads) as (row, thread):
+        with launch_many(n, threads) as (row, thread):
             squares = local((1,), "float32")
             sums = shared((1, threads), "float32")
             put(squares, T.float32(0), 0)
