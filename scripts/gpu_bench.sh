@@ -4,9 +4,9 @@
 #   scripts/gpu_bench.sh [KERNELS]
 #
 # KERNELS is a directory of kernels compiled elsewhere, for a machine without TVM's compiler:
-#   python tests/cuda_attention.py compile KERNELS sm_90
-#   python tests/cuda_rig.py KERNELS sm_90
-#   kvq bench attention --compile-only --cuda-arch sm_90 --kernels KERNELS
+#   python tests/cuda_attention.py compile KERNELS sm_90a
+#   python tests/cuda_rig.py KERNELS sm_90a
+#   kvq bench attention --compile-only --cuda-arch sm_90a --kernels KERNELS
 #   kvq bench decode llama-3-8b --random-weights --device cuda --context 131072 --compile-only --libraries KERNELS
 # Results go to $OUT (default: the current directory). PYTHON names the interpreter, PEERS and STEP_PEERS the others,
 # WORKERS the processes that run tests.

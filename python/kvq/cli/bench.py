@@ -80,7 +80,7 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the shape into --libraries, no GPU needed"
     )
-    parser.add_argument("--cuda-arch", metavar="LIST", help="with --compile-only, such as sm_90")
+    parser.add_argument("--cuda-arch", metavar="LIST", help="with --compile-only, such as sm_90a")
     parser.add_argument(
         "--peer", metavar="LIST", help="beside PyTorch on the same shape, in fp16: torch, torch-compile"
     )

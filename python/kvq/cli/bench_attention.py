@@ -10,7 +10,7 @@ from typing import Any
 _EXAMPLE = """example:
   kvq bench attention --device cuda
   kvq bench attention --device cuda --kv int4,none --shape 64x8192,64x2048h --peer torch
-  kvq bench attention --compile-only --cuda-arch sm_90 --kernels DIR   (no GPU needed here)
+  kvq bench attention --compile-only --cuda-arch sm_90a --kernels DIR   (no GPU needed here)
 """
 
 
@@ -46,7 +46,7 @@ def add_kind(kinds: Any) -> None:
         "--kernels", metavar="DIR", help="where compiled kernels are kept (default: a new folder)"
     )
     parser.add_argument(
-        "--cuda-arch", metavar="LIST", help="with --compile-only: such as sm_90 (default: this GPU)"
+        "--cuda-arch", metavar="LIST", help="with --compile-only: such as sm_90a (default: this GPU)"
     )
     parser.add_argument(
         "--compile-only", action="store_true", help="compile the kernels into --kernels, no GPU needed"

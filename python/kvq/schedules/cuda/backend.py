@@ -62,7 +62,7 @@ class CudaHalfKernels:
     ) -> tirx.PrimFunc:
         if most_rows == linear_few.MOST_ROWS:
             return linear_few.linear_few(
-                n, k, storage, linear_few.few_tuning(n, storage, self.archs), residual
+                n, k, storage, linear_few.few_tuning(n, k, storage, self.archs), residual
             )
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual)

@@ -24,6 +24,8 @@ from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 MOST_ROWS = 16
 #: Tiles of a weight that keep all multiprocessors busy with small blocks.
 MANY_TILES = 1024
+#: Inputs that are enough for blocks of twice as many warps.
+LONG = 8192
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,14 @@ class FewTuning:
     overlap: bool = False
 
 
-def few_tuning(n_out: int, storage: str, archs: Sequence[str]) -> FewTuning:
+def few_tuning(n_out: int, k: int, storage: str, archs: Sequence[str]) -> FewTuning:
     """The tuning for GPUs of every one of ``archs`` (``sm_90`` and the like), measured on an H200."""
     overlap = overlaps(archs)
     if storage == "float16":
         return FewTuning(warps=8, ahead=2, overlap=overlap)
     # blocks enough for every multiprocessor: then fewer warps have more to do between two meetings
-    return FewTuning(warps=4 if tiles(n_out) >= MANY_TILES else 8, ahead=4, overlap=overlap)
+    warps = 4 if tiles(n_out) >= MANY_TILES else 16 if k >= LONG else 8
+    return FewTuning(warps=warps, ahead=4, overlap=overlap)
 
 
 class _Few:

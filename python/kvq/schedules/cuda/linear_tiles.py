@@ -291,21 +291,19 @@ def linear_tiles(
     columns = -(-n_out // tuning.outputs)
 
     def body(weight, x, added, out, n):
-        T.attr({"tirx.launch_bounds_min_blocks_per_sm": 1})
-        rows = T.cast(n, "int32")
-        lines = T.truncdiv(rows + (tuning.rows - 1), tuning.rows)
-        if tuning.splits > 1:
-            T.cta_id_in_cluster([tuning.splits, 1, 1])
-            rank, block_row, block_output = T.cta_id([tuning.splits, lines, columns])
-        else:
-            block_row, block_output = T.cta_id([lines, columns])
-            rank = T.int32(0)
-        thread = T.thread_id([tuning.threads])
-        shared = T.alloc_buffer((kernel.shared_bytes,), "uint8", scope="shared.dyn", align=STAGE_ALIGN)
-        T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes})
-        red = T.decl_buffer(
-            (kernel.shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn"
-        )
-        kernel.block(weight, x, added, out, T.bind(rows), rank, block_row, block_output, thread, shared, red)
+        with T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes}):
+            rows = T.cast(n, "int32")
+            lines = T.truncdiv(rows + (tuning.rows - 1), tuning.rows)
+            if tuning.splits > 1:
+                T.cta_id_in_cluster([tuning.splits, 1, 1])
+                place = T.cta_id([tuning.splits, lines, columns])
+            else:
+                place = (T.int32(0), *T.cta_id([lines, columns]))
+            thread = T.thread_id([tuning.threads])
+            shared = T.alloc_buffer((kernel.shared_bytes,), "uint8", scope="shared.dyn", align=STAGE_ALIGN)
+            red = T.decl_buffer(
+                (kernel.shared_bytes // 4,), "float32", shared.data, elem_offset=0, scope="shared.dyn"
+            )
+            kernel.block(weight, x, added, out, T.bind(rows), *place, thread, shared, red)
 
     return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body)
