@@ -12,6 +12,7 @@ from kvq.cli.main import main
 from kvq.errors import ConfigError, LibraryError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.memory import (
+    TYPICAL_CONTEXT,
     MemoryPlan,
     available_memory,
     fit_cache,
@@ -358,3 +359,16 @@ def test_the_drivers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_memory.ctypes, "CDLL", missing)
     with pytest.raises(LibraryError, match=r"no CUDA driver: libcuda\.so\.1"):
         gpu_memory.GpuMemory()
+
+
+def test_a_plan_for_a_gpu_counts_its_driver(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "llama-2-70b", "--memory", "48GB", "--json", "--kv-quantization"]
+    found = {}
+    for device in ("cpu", "cuda"):
+        for kv in ("int4", "none"):
+            assert main([*words, kv, "--device", device]) == 0
+            found[device, kv] = json.loads(capsys.readouterr().out)
+    gpu = found["cuda", "int4"]
+    assert gpu["device_bytes"] == TYPICAL_CONTEXT + gpu_memory.HEADROOM
+    assert gpu["served_sequences"] < found["cpu", "int4"]["served_sequences"]
+    assert gpu["served_sequences"] >= 20 > found["cuda", "none"]["served_sequences"] >= 10

@@ -25,9 +25,13 @@ from kvq.runtime.cache_shape import (
     most_pages,
     scratch_bytes,
 )
+from kvq.runtime.gpu_memory import HEADROOM
 
 #: Rows of a weight matrix that the kernels keep together.
 ROW_BLOCK = 16
+
+#: Bytes of a context of CUDA; an H200's driver took so many.
+TYPICAL_CONTEXT = 526 << 20
 
 #: How an engine shares its memory when it is not told in detail.
 MODES = ("local", "interactive", "server")
@@ -139,6 +143,22 @@ def weights_bytes(model: ModelConfig, weights: WeightScheme) -> int:
     return total
 
 
+def device_costs(model: ModelConfig, rows: int, device: str) -> dict[str, int]:
+    """What :func:`plan_cache` is to count of a device before there is a library, or the device itself.
+
+    Parameters
+    ----------
+    rows : int
+        Most rows of a step.
+    device : str
+        As ``--device`` names it. On a CPU only what a step touches counts.
+    """
+    if device == "cpu":
+        return {}
+    driver = TYPICAL_CONTEXT + HEADROOM if device == "cuda" else 0
+    return {"step_bytes": _row_bytes(model, rows), "device_bytes": driver}
+
+
 def plan_cache(
     model: ModelConfig,
     layout: KVLayout,
@@ -189,6 +209,7 @@ def plan_memory(
     max_batch_size: int = 1,
     prefill_chunk_size: int = 2048,
     page_size: int = 64,
+    device: str = "cpu",
 ) -> MemoryPlan:
     """Plan the memory of a model that is not compiled yet.
 
@@ -201,6 +222,8 @@ def plan_memory(
         later rows see where every layer slides.
     prefill_chunk_size : int
         Most rows of a step.
+    device : str
+        As of :func:`device_costs`.
 
     Raises
     ------
@@ -215,12 +238,14 @@ def plan_memory(
         prefill_chunk_size=prefill_chunk_size,
         window=model_config.cache_window,
     )
+    rows = max(min(prefill_chunk_size, context_window_size * max_batch_size), max_batch_size)
     return plan_cache(
         model_config,
         layout,
         shape,
         weights_bytes=weights_bytes(model_config, weight_scheme),
-        max_rows=max(min(prefill_chunk_size, context_window_size * max_batch_size), max_batch_size),
+        max_rows=rows,
+        **device_costs(model_config, rows, device),
     )
 
 
@@ -321,13 +346,18 @@ def fit_cache(
 
 def _activation_bytes(model: ModelConfig, rows: int, logit_rows: int) -> int:
     """float32 tensors of the widest place of a layer, for all rows of a step, and the logits."""
+    return _row_bytes(model, rows) + 4 * logit_rows * model.vocab_size
+
+
+def _row_bytes(model: ModelConfig, rows: int) -> int:
+    """The same without the logits."""
     qkv = (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
     copies = 1 if model.qk_norm is None else 3  # projected, in parts, put together again
     attention = copies * qkv + model.num_attention_heads * model.head_dim
     expert = model.moe_intermediate_size or 0
     experts = (model.num_experts_per_tok or 0) * (expert + max(2 * expert, model.hidden_size))
     widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size, experts)
-    return 4 * (rows * widest + logit_rows * model.vocab_size)
+    return 4 * rows * widest
 
 
 def available_memory() -> int | None:

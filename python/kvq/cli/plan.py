@@ -50,6 +50,7 @@ def add_parser(subparsers: Any) -> None:
         help="sequences (default: 1)",
     )
     add("--prefill-chunk-size", type=int, default=2048, metavar="N", help="rows of a step (default: 2048)")
+    add("--device", default="cpu", metavar="D", help="cuda counts the driver's share, too (default: cpu)")
     add("--memory", metavar="SIZE", help="budget, such as 48GB: how many tokens and sequences fit")
     add("--json", action="store_true", help="print a JSON object")
     parser.set_defaults(func=run)
@@ -58,12 +59,12 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
     from kvq.gen_config import DEFAULT_BATCH
-    from kvq.memory import fit_cache, kv_layout, parse_size, plan_memory
+    from kvq.memory import device_costs, fit_cache, kv_layout, parse_size, plan_memory
     from kvq.runtime.cache_shape import unread_bytes
 
     model, weights, kv = _find(args.model, args.quantization, args.kv_quantization)
     context = args.context_window_size or model.max_position_embeddings
-    plan = plan_memory(model, weights, kv, context, args.batch, args.prefill_chunk_size)
+    plan = plan_memory(model, weights, kv, context, args.batch, args.prefill_chunk_size, device=args.device)
     fields: dict[str, Any] = plan.to_dict()
     windows = [layer.window for layer in model.layer_attention]
     fields["kv_unread_bytes"] = args.batch * unread_bytes(kv_layout(model, weights, kv), windows, context)
@@ -81,6 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 max_batch_size=max(DEFAULT_BATCH, sequences or 1),
                 max_num_sequence=sequences,
                 budget=budget,
+                **device_costs(model, args.prefill_chunk_size, args.device),
             )
 
         fields["max_tokens"] = fitted(args.batch)[1].max_tokens
@@ -134,7 +136,8 @@ def _sequences_that_fit(
     from kvq.memory import plan_memory
 
     def fits(batch: int) -> bool:
-        return plan_memory(model, weights, kv, context, batch, args.prefill_chunk_size).total_bytes <= budget
+        plan = plan_memory(model, weights, kv, context, batch, args.prefill_chunk_size, device=args.device)
+        return plan.total_bytes <= budget
 
     high = 1
     while fits(high):
@@ -156,9 +159,14 @@ def _print(title: str, fields: dict[str, Any]) -> None:
         "kv_open_bytes": "KV: open pages",
         "kv_workspace_bytes": "KV: workspace",
         "activation_bytes": "activations (at most)",
+        "device_bytes": "the driver",
         "total_bytes": "total",
     }
-    rows = [[label, format_bytes(fields[name]), f"{fields[name]:,}"] for name, label in names.items()]
+    rows = [
+        [label, format_bytes(fields[name]), f"{fields[name]:,}"]
+        for name, label in names.items()
+        if fields[name]
+    ]
     print_table(title, ["", "size", "bytes"], rows)
     print(f"{fields['bits_per_value']:.3f} bits per cached value, scales included")
     if fields["kv_unread_bytes"]:
