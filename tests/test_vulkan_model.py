@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -61,3 +64,21 @@ def test_a_library_is_of_one_device(built: dict[str, BuiltModel]) -> None:
         Library.load(built["vulkan"].library, "cpu")
     with pytest.raises(LibraryError, match="was compiled for cpu, not vulkan"):
         Library.load(built["cpu"].library, "vulkan")
+
+
+_LOAD = """
+import sys
+from kvq.runtime.library import Library
+Library.load(sys.argv[1], "vulkan").load_params(sys.argv[2])
+"""
+
+
+def test_a_weight_beyond_the_devices_limit(built: dict[str, BuiltModel]) -> None:
+    """It is named, with the limit."""
+    model = built["vulkan"]
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "KVQ_VULKAN_LIMITS": "buffer_bytes=4096"}
+    command = [sys.executable, "-c", _LOAD, str(model.library), str(model.weights_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths}, check=False)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "cannot be loaded: vulkan:0 (" in last
+    assert last.endswith("takes buffers of at most 4096 bytes (maxStorageBufferRange), not 25344"), last

@@ -36,7 +36,7 @@ class EngineHost:
     prefix_cache : bool
         Whether pages of earlier prompts and answers serve later ones.
     device : str
-        ``cpu`` or ``cuda``.
+        ``cpu``, ``cuda``, or ``vulkan``, of several ``vulkan:1``.
     model_lib : str or Path, optional
         A compiled library to use.
     opt : str, optional

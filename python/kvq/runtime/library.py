@@ -185,7 +185,7 @@ class Library:
         Raises
         ------
         LibraryError
-            If the weights are not this library's: the first tensor that differs.
+            If the weights are not this library's: the first tensor that differs; if the device has no room.
         CheckpointError
             If they cannot be read.
         """
@@ -198,8 +198,13 @@ class Library:
         for index, spec in enumerate(specs):
             key = (spec.function, spec.inputs)
             if key not in by_source:
-                raw = [tvm.runtime.tensor(cache.read(name), self.device.handle) for name in spec.inputs]
-                made = self._machine[spec.function](*raw) if spec.function else raw[0]
+                arrays = [cache.read(name) for name in spec.inputs]
+                try:
+                    raw = [tvm.runtime.tensor(array, self.device.handle) for array in arrays]
+                    made = self._machine[spec.function](*raw) if spec.function else raw[0]
+                except RuntimeError as error:
+                    reason = str(error).splitlines()[-1]
+                    raise LibraryError(f"{cache.directory}: {spec.name} cannot be loaded: {reason}") from None
                 if tuple(made.shape) != spec.shape or str(made.dtype) != spec.dtype:
                     raise LibraryError(
                         f"{self.path}: {spec.function or 'parameter'} made {spec.name} {made.dtype}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections import ChainMap
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -60,7 +59,7 @@ class ModuleBuilder:
         self._locals: list[int] = []
         self._body: list[int] = []
         self._known: dict[tuple[int, ...], int] = {}
-        self._computed: ChainMap[tuple[int, ...], int] = ChainMap()
+        self._computed: dict[tuple[int, ...], int] = {}
         self._interface: list[int] = []
         self._glsl = self.new_id()
         self._entry = self.block = self.new_id()
@@ -179,7 +178,7 @@ class ModuleBuilder:
     # The body
 
     def emit(self, op: Op, type_id: int, *operands: int) -> int:
-        """Append an instruction that has a result; its id. What was computed before is not computed again."""
+        """Append an instruction that has a result; its id. No branch computes the same value twice."""
         key = (op, type_id, *operands)
         if op not in _IMPURE and key in self._computed:
             return self._computed[key]
@@ -197,10 +196,14 @@ class ModuleBuilder:
 
     @contextmanager
     def branch(self) -> Iterator[None]:
-        """Blocks that may not run: what they compute is not known behind them."""
-        self._computed = self._computed.new_child()
+        """Blocks that may not run, or often: what they compute is not known behind them.
+
+        Nor do they use what was computed before: values that live across loops cost more registers than it
+        takes to compute them again, and drivers move out of a loop what they see fit.
+        """
+        kept, self._computed = self._computed, {}
         yield
-        self._computed = self._computed.parents
+        self._computed = kept
 
     def begin_block(self, label: int) -> None:
         """Start the basic block ``label``; the one before must have ended."""
