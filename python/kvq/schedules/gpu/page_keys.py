@@ -24,10 +24,10 @@ _GATHERED = 8
 
 def _count_bits(word):
     """Number of ones of a uint32, int32."""
-    word = T.bind(word - T.bitwise_and(T.shift_right(word, T.uint32(1)), T.uint32(0x55555555)))
+    word = held(word - T.bitwise_and(T.shift_right(word, T.uint32(1)), T.uint32(0x55555555)), "uint32")
     pairs = T.bitwise_and(T.shift_right(word, T.uint32(2)), T.uint32(0x33333333))
-    word = T.bind(T.bitwise_and(word, T.uint32(0x33333333)) + pairs)
-    word = T.bind(T.bitwise_and(word + T.shift_right(word, T.uint32(4)), T.uint32(0x0F0F0F0F)))
+    word = held(T.bitwise_and(word, T.uint32(0x33333333)) + pairs, "uint32")
+    word = held(T.bitwise_and(word + T.shift_right(word, T.uint32(4)), T.uint32(0x0F0F0F0F)), "uint32")
     return T.cast(T.shift_right(word * T.uint32(0x01010101), T.uint32(24)), "int32")
 
 
@@ -57,15 +57,15 @@ class KeyScales:
                 shift = T.cast(T.bitwise_and(index, 3) * _GATHERED, "uint32")
                 put(self.header, T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFF)), index)
                 return
-            token = T.bind(T.truncmod(index * _GATHERED, layout.page_size))
-            place = T.bind(T.cast(T.truncdiv(index * _GATHERED, layout.page_size), "uint32"))
-            start = T.bind(T.shift_right(token, 1) + layout.v_scale_offset)
+            token = held(T.truncmod(index * _GATHERED, layout.page_size))
+            place = held(T.cast(T.truncdiv(index * _GATHERED, layout.page_size), "uint32"), "uint32")
+            start = held(T.shift_right(token, 1) + layout.v_scale_offset)
             found = T.uint32(0)
             for i in range(_GATHERED // 2):
-                word = T.bind(T.shift_right(pool[(*unit, start + i)], place))
+                word = held(T.shift_right(pool[(*unit, start + i)], place), "uint32")
                 found = T.bitwise_or(found, T.shift_left(T.bitwise_and(word, T.uint32(1)), T.uint32(2 * i)))
                 upper = T.bitwise_and(T.shift_right(word, T.uint32(16)), T.uint32(1))
-                found = T.bind(T.bitwise_or(found, T.shift_left(upper, T.uint32(2 * i + 1))))
+                found = held(T.bitwise_or(found, T.shift_left(upper, T.uint32(2 * i + 1))), "uint32")
             put(self.header, found, index)
 
         for_threads(layout.k_header_bits // _GATHERED, self.thread, THREADS, one)
@@ -76,14 +76,14 @@ class KeyScales:
             return
         layout = self.layout
         base = T.cast(self.header[(layout.k_header_bits - BASE_BITS) // _GATHERED], "int32")
-        origin = T.bind((base + EXPONENT_OFFSET) * 16)
+        origin = held((base + EXPONENT_OFFSET) * 16)
 
         def channel(c, stored, bits):
             word = pool[(*unit, T.shift_right(c, 2) + layout.k_scale_offset)]
             shift = T.cast(T.bitwise_and(c, 3) * 8, "uint32")
             code = T.cast(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFF)), "int32")
             # a code's number is 1 + code / 2**bits, so the scale grows by as much
-            scale = T.bind(T.reinterpret("float32", T.shift_left(code + origin + bits * 16, 19)))
+            scale = held(T.reinterpret("float32", T.shift_left(code + origin + bits * 16, 19)), "float32")
             halves = pool[(*unit, T.shift_right(c, 1) + layout.k_min_offset)]
             put(self.scale, scale, stored)
             put(self.offset, half_to_float(half_of(halves, c)) - scale, stored)
@@ -92,7 +92,7 @@ class KeyScales:
             place, bits = self._place(p)
             put(self.pairs, p, place)
             for part in range(2):
-                channel(T.bind(p + part * self.half), T.bind(place * 2 + part), bits)
+                channel(held(p + part * self.half), held(place * 2 + part), bits)
 
         if self.mixed:
             for_threads(self.half, self.thread, THREADS, pair)
@@ -115,26 +115,26 @@ class KeyScales:
             for i in range(min(32, layout.head_dim - first) // _GATHERED):
                 piece = self.header[first // _GATHERED + i]
                 word = T.bitwise_or(word, T.shift_left(piece, T.uint32(_GATHERED * i)))
-            word = T.bind(word)
+            word = held(word, "uint32")
             before = tuple(
-                T.bind(count + self._ones_below(word, end - first))
+                held(count + self._ones_below(word, end - first))
                 for count, end in zip(before, (p, p + half), strict=True)
             )
-        wider, narrower = before[0], T.bind(before[1] - wide)
-        is_wide, is_narrow = T.bind(self._bit(p)), T.bind(self._bit(p + half))
+        wider, narrower = before[0], held(before[1] - wide)
+        is_wide, is_narrow = held(self._bit(p)), held(self._bit(p + half))
         place = T.Select(
             is_wide == 1,
             wider,
             T.Select(is_narrow == 1, narrower + (wide + middle), p - wider - narrower + wide),
         )
-        return T.bind(place), T.bind(is_wide - is_narrow + layout.k_bits)
+        return held(place), held(is_wide - is_narrow + layout.k_bits)
 
     @staticmethod
     def _ones_below(word, end):
         """Ones of the word's first ``end`` bits; ``end`` may be negative, or more than there are."""
         below = T.shift_left(T.uint32(1), T.cast(T.max(T.min(end, 31), 0), "uint32")) - T.uint32(1)
         below = T.Select(end >= 32, T.uint32(0xFFFFFFFF), below)
-        return _count_bits(T.bind(T.bitwise_and(word, below)))
+        return _count_bits(held(T.bitwise_and(word, below), "uint32"))
 
 
 class KeyScores:
@@ -226,19 +226,19 @@ class KeyScores:
         in_word = max(1, whole_codes(bits) // tokens)
         together = max(1, tokens // whole_codes(bits))  # words of one channel
         with T.serial(bits // together) as w:
-            first = start + w * (together * LANES)
+            first = held(start + w * (together * LANES))
             words = [T.bind(pool[(*unit, first + i * LANES)]) for i in range(together)]
-            self._codes(query, words, T.bind(stored + w * in_word), in_word, bits)
+            self._codes(query, words, held(stored + w * in_word), in_word, bits)
 
     def _codes(self, query, words: list, stored, channels: int, bits: int) -> None:
         """Add channels that stand from ``stored`` on, whose codes begin with the first word."""
         tokens, scales = self.tile.tokens, self.scales
         for i in range(channels):
-            at = T.bind(stored + i)
+            at = held(stored + i)
             channel = at
             if scales.mixed:
                 second = T.bitwise_and(at, 1) * scales.half
-                channel = T.bind(scales.pairs[T.shift_right(at, 1)] + second)
+                channel = held(scales.pairs[T.shift_right(at, 1)] + second)
             scale, offset = T.bind(scales.scale[at]), T.bind(scales.offset[at])
             numbers = [code_number(words, i * tokens + t, bits) for t in range(tokens)]
-            self._add(query, channel, [T.bind(x * scale + offset) for x in numbers])
+            self._add(query, channel, [held(x * scale + offset, "float32") for x in numbers])

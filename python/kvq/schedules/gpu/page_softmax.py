@@ -122,9 +122,9 @@ class PageSoftmax:
                 if self.variant.softcap is not None:
                     score = _capped(score, self.variant.softcap)
                 visible = token < stop if begin is None else T.And(token >= begin, token < stop)
-                score = T.bind(T.Select(visible, score, T.float32(MASKED)))
+                score = held(T.Select(visible, score, T.float32(MASKED)), "float32")
                 put(arena, score, state * page + token)
-                most = T.bind(T.max(most, score))
+                most = held(T.max(most, score), "float32")
             put(self.memory.peaks, most, state * LANES + team.lane)
 
         self.each(one)
@@ -140,7 +140,7 @@ class PageSoftmax:
             before = T.bind(memory.peak[parity, state])
             now = before
             for i in range(LANES):
-                now = T.bind(T.max(now, memory.peaks[state * LANES + i]))
+                now = held(T.max(now, memory.peaks[state * LANES + i]), "float32")
             fade = T.bind(T.exp(before - now))
             put(self.sum, memory.totals[state * LANES + lane] * fade, 0)
             for t in range(self.tile.tokens):
@@ -148,7 +148,7 @@ class PageSoftmax:
                 score = T.bind(memory.arena[place])
                 # where a row sees nothing, the maximum is a masked score
                 weight = T.Select(score > T.float32(MASKED), T.exp(score - now), T.float32(0))
-                weight = T.bind(weight)
+                weight = held(weight, "float32")
                 put(self.sum, self.sum[0] + weight, 0)
                 put(memory.arena, weight * self.value_scale[t], place)
             put(memory.totals, self.sum[0], state * LANES + lane)
@@ -164,8 +164,8 @@ class PageSoftmax:
 
 def _capped(score, cap: float):
     """``cap * tanh(score / cap)``, by the magnitude, so that nothing overflows."""
-    negative = T.bind(score < T.float32(0))
+    negative = score < T.float32(0)
     magnitude = T.Select(negative, T.float32(0) - score, score)
-    fading = T.bind(T.exp(magnitude * T.float32(-2 / cap)))
-    ratio = T.bind((T.float32(1) - fading) / (T.float32(1) + fading) * T.float32(cap))
-    return T.bind(T.Select(negative, T.float32(0) - ratio, ratio))
+    fading = held(T.exp(magnitude * T.float32(-2 / cap)), "float32")
+    ratio = held((T.float32(1) - fading) / (T.float32(1) + fading) * T.float32(cap), "float32")
+    return held(T.Select(negative, T.float32(0) - ratio, ratio), "float32")
