@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.runtime.sampler import Sampler, SamplingParams
+from kvq.runtime.philox import philox, uniform
+from kvq.runtime.sampler import Sampler, SamplingParams, draw
 
 VOCAB = 5000
 
@@ -73,6 +74,44 @@ def test_a_draw_depends_on_seed_choice_and_position_alone() -> None:
 def test_without_a_seed_draws_differ() -> None:
     flat = np.zeros(VOCAB, np.float32)
     assert len({Sampler(SamplingParams(), (), VOCAB).sample(flat, 0).id for _ in range(20)}) > 10
+
+
+def test_philox_gives_its_makers_numbers() -> None:
+    """The known answers that come with Random123."""
+    ones = 2**32 - 1
+    pi = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    for key, counter, expected in (
+        ((0, 0), (0, 0, 0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones, ones), (ones, ones, ones, ones), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0xA4093822, 0x299F31D0), pi, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        assert philox(key, counter) == expected
+    points = [uniform(7, 1, position) for position in range(4000)]
+    assert min(points) >= 0 and max(points) < 1
+    counts = np.histogram(points, bins=20, range=(0, 1))[0]
+    assert (
+        (counts - 200) ** 2 / 200
+    ).sum() < 43.8  # the 0.1% point of chi-squared with 19 degrees of freedom
+
+
+def test_a_draw_takes_the_token_at_its_point() -> None:
+    weights = np.float32([0.25, 1, 0, 0.5, 0.25])
+    for point, token in (
+        (0, 0),
+        (0.124, 0),
+        (0.126, 1),
+        (0.62, 1),
+        (0.63, 3),
+        (0.874, 3),
+        (0.876, 4),
+        (0.9999, 4),
+    ):
+        assert draw(weights, SamplingParams(), point) == token
+    for point, token in ((0, 1), (0.66, 1), (0.67, 3), (0.9999, 3)):
+        assert draw(weights, SamplingParams(top_k=2), point) == token
+        assert draw(weights, SamplingParams(min_p=0.3), point) == token
+        assert draw(weights, SamplingParams(top_p=0.7), point) == token
+    assert draw(weights, SamplingParams(top_k=3), 0) == 0, "of equal weights the first id is kept"
 
 
 def test_penalties() -> None:
