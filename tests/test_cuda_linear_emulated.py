@@ -26,6 +26,7 @@ TILES = [
     TileTuning(1, 4, 4, 1, input_warps=1, stages=3, splits=2, wgmma=True),
 ]
 ROWS = 40
+GATED = TileTuning(2, 4, output_warps=8, row_warps=1, input_warps=1, stages=3, wgmma=True)
 
 
 def program(func, directory, shared_bytes: int, threads: int, cluster: int = 1):
@@ -48,22 +49,25 @@ def prepare(directory, name: str, raw: np.ndarray, n: int, k: int) -> np.ndarray
     return run(made, {"raw_ptr": raw, "out_ptr": out}, blocks)["out_ptr"]
 
 
-@pytest.fixture(scope="module", params=weight_fragments.KINDS)
-def weight(request, tmp_path_factory):
-    """Storage, the tensors in the order of fragments, by the names of kernels, and what they stand for."""
+def make_weight(directory, storage: str, n: int):
+    """The tensors of a weight in the order of fragments, by the names of kernels, and what they stand for."""
     rng = np.random.default_rng(0)
-    values = (rng.standard_normal((N_OUT, K)) / K**0.5).astype(np.float32)
-    directory = tmp_path_factory.mktemp("prepared")
-    if request.param == "float16":
+    values = (rng.standard_normal((n, K)) / K**0.5).astype(np.float32)
+    if storage == "float16":
         stored = values.astype(np.float16)
-        tensors = {"weight_ptr": prepare(directory, "matrix", stored, N_OUT, K)}
-        return request.param, tensors, stored.astype(np.float32)
+        return {"weight_ptr": prepare(directory, "matrix", stored, n, K)}, stored.astype(np.float32)
     codes, scales = quantize_q4f16_1(values)
     tensors = {
-        "codes_ptr": prepare(directory, "codes", codes, N_OUT, K),
-        "scales_ptr": prepare(directory, "scales", scales, N_OUT, K),
+        "codes_ptr": prepare(directory, "codes", codes, n, K),
+        "scales_ptr": prepare(directory, "scales", scales, n, K),
     }
-    return request.param, tensors, dequantize_q4f16_1(codes, scales)
+    return tensors, dequantize_q4f16_1(codes, scales)
+
+
+@pytest.fixture(scope="module", params=weight_fragments.KINDS)
+def weight(request, tmp_path_factory):
+    """Storage, tensors and values of a weight."""
+    return request.param, *make_weight(tmp_path_factory.mktemp("prepared"), request.param, N_OUT)
 
 
 def execute(made, arrays: dict[str, np.ndarray], rows: int, blocks) -> np.ndarray:
@@ -119,6 +123,21 @@ def test_many_rows(weight, tuning, tmp_path):
         blocks = [(0, *block) for block in blocks]
     out = execute(made, {"x_ptr": in_operand_order(x), **tensors, **ends(ROWS, residual)}, ROWS, blocks)
     assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
+
+
+def test_gated(tmp_path):
+    half = 64  # a unit of the product behind; half of the block's tiles are not there
+    tensors, values = make_weight(tmp_path, "int4", 2 * half)
+    func = linear_tiles(2 * half, K, "int4", GATED, activation="silu")
+    shared_bytes = TileProduct(2 * half, K, "int4", GATED, "silu").shared_bytes
+    made = program(func, tmp_path / "gated", shared_bytes, GATED.threads)
+    x = rows(ROWS)
+    out = {"out_ptr": np.full((ROWS, half), np.nan, np.float16)}
+    blocks = [(i, 0) for i in range(-(-ROWS // GATED.rows))]
+    found = execute(made, {"x_ptr": in_operand_order(x), **tensors, **out}, ROWS, blocks)
+    first, second = np.split(expected(x, values), 2, axis=1)
+    wanted = first / (1 + np.exp(-first)) * second
+    assert relative_error(found.astype(np.float32), in_operand_order(wanted)) < 1e-3
 
 
 def test_rows_of_the_weight(weight, tmp_path):

@@ -40,6 +40,7 @@ from kvq.schedules.cache_arguments import SCRATCH_EXTRA
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
 from kvq.schedules.cpu.vector import CpuIsa
+from kvq.schedules.cuda.backend import CudaKernels
 
 GOLDENS = Path(__file__).parent / "goldens" / "ir"
 KERNELS = CpuKernels(CpuIsa(8, "generic"))
@@ -163,6 +164,28 @@ def test_a_residual_that_is_used_twice_is_not_fused():
     plan = weight_plan("q4f16_1", [(name, tuple(int(s) for s in p.shape)) for name, p in params])
     after = FusePointwise(KERNELS)(LowerWeights(plan, False)(mod))
     assert "linear_q8_add" not in relax_text(after) and "R.add" in relax_text(after)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_gated_where_the_backend_does_that(bias):
+    class Gated(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(64, 128, bias, "float32")
+
+    packed = {"param_mode": "packed", "effect_mode": "none"}
+    mod, params, _ = Gated().export_tvm(
+        spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
+    )
+    kernels = CudaKernels(("sm_90a",), tensor_cores=True)
+    plan = WeightPlan(kernels)
+    for name, param in params:
+        shape = tuple(int(s) for s in param.shape)
+        plan.add(name, shape, WEIGHT_SCHEMES["q4f16_1"].storage(name, len(shape) > 1))
+    after = FusePointwise(kernels)(LowerWeights(plan, False)(mod))
+    text = relax_text(relax.transform.DeadCodeElimination(["main"])(after))
+    assert ("silu_gated_linear_f16_int4_128x64" in text) is not bias
+    assert ("silu_gate_64_quantize_operand" in text) is bias
 
 
 def test_attach_metadata():

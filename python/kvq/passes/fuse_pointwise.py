@@ -2,7 +2,8 @@
 
 - ``rms_norm`` of float32 rows, and ``multiply(act(a), b)`` where a and b are the halves of one ``split`` and
   ``act`` is ``silu`` or ``gelu_tanh``, become our kernels;
-- ``quantize_rows`` of such a kernel's result becomes part of it;
+- ``quantize_rows`` of such a kernel's result becomes part of it; where the backend has that, a gate and what
+  rounds it become part of the product before;
 - the addition of a residual to a product of rounded activations becomes part of the product;
 - a reshape of a reshape becomes one.
 
@@ -121,9 +122,29 @@ class _Rewriter(PyExprMutator):
         if not (_is_kernel(inner, "") and inner.args[0].name_hint in self.quantizing):
             return call
         name = inner.args[0].name_hint
+        if product := self.gated_product(inner, name, order):
+            return relax.call_tir(*product, out_ty=call.ty)
         quantizing = f"{name}_quantize" + (f"_{order}" if order else "")
         kernel = self.kernel(quantizing, lambda: self.quantizing[name](order))
         return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
+
+    def gated_product(self, gate: relax.Call, name: str, order: str) -> tuple[GlobalVar, list[Any]] | None:
+        """The product whose result ``gate`` takes, with gate and rounding in it, and its arguments."""
+        activation, found, _ = name.partition("_gate_")
+        before, rounded = self._value(gate.args[1].fields[0]), self.backend.rounded
+        if not (found and rounded and _is_kernel(before, "linear_")):
+            return None
+        product = RoundedProduct.parse(before.args[0].name_hint, rounded.name)
+        if product is None:
+            return None
+        shape = (product.n, product.k, product.storage, activation, order, product.most_rows)
+        kernel_name = f"{activation}_gated_{product.kernel_name()}"
+        if kernel_name not in self.kernels:
+            built = rounded.gated_linear(*shape)
+            if built is None:
+                return None
+            self.kernel(kernel_name, lambda: built)
+        return self.kernels[kernel_name], list(before.args[1].fields)
 
     def residual(self, call: relax.Call) -> relax.Expr:
         """``add(x, linear(...))`` of rounded activations to ``linear_add(..., x)``."""

@@ -119,6 +119,12 @@ class RoundedKernels(Protocol):
         """
         ...
 
+    def gated_linear(
+        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+    ) -> tirx.PrimFunc | None:
+        """Multiply, gate and round, into an order; None where these are kernels of their own."""
+        ...
+
     def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
         """Normalize and round."""
         ...

@@ -54,6 +54,11 @@ class CpuInt8Kernels:
     ) -> tirx.PrimFunc:
         return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual)
 
+    def gated_linear(
+        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+    ) -> tirx.PrimFunc | None:
+        return None
+
     def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa, quantize=True)
 

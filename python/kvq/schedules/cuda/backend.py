@@ -67,6 +67,14 @@ class CudaHalfKernels:
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
 
+    def gated_linear(
+        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+    ) -> tirx.PrimFunc | None:
+        tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
+        if order != weight_fragments.OPERAND or not linear_tiles.gates(n, tuning):
+            return None
+        return linear_tiles.linear_tiles(n, k, storage, tuning, activation=activation)
+
     def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, "float16", overlaps(self.archs), order)
 

@@ -8,6 +8,9 @@ A unit's words are operand A as they lie in memory; int4 codes become halves in 
 in shared memory. Warps, by themselves or in fours, share a block's outputs and rows and, where rows are few,
 its inputs too; two blocks, a cluster, may share inputs as well. Parts are added up in a fixed order.
 
+A product may be gated: then a warp has tiles of both halves of the outputs, ``act(first) * second`` is what
+it stores, rounded, and the halves themselves are never written.
+
 Where GPUs allow it, the kernel starts while the one before it runs: weights do not depend on it.
 """
 
@@ -18,10 +21,11 @@ from tvm.script import tirx as T
 
 from .block import WARP, kernel_attributes, let_next_start, put, wait_for_rows, when
 from .mma import block_sync, copies_commit, copies_wait, emit, load_matrices, load_shared, mma, u32
+from .pointwise import activate, put_rounded
 from .products import product_func
 from .tile_copies import PIECE, ROW_BYTES, SCALE_BYTES, STAGE_ALIGN, TileCopies
 from .tile_tuning import TileTuning
-from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, unit_words
+from .weight_fragments import OPERAND, STEPS, TILE, UNIT, UnitWeights, unit_words
 from .wgmma import SWIZZLED_ROWS, async_fence, wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
 
@@ -34,14 +38,25 @@ class TileProduct:
         Dynamic shared memory of a block.
     """
 
-    def __init__(self, n_out: int, k: int, storage: str, tuning: TileTuning) -> None:
-        self.n_out, self.storage, self.tuning = n_out, storage, tuning
+    def __init__(
+        self, n_out: int, k: int, storage: str, tuning: TileTuning, activation: str | None = None
+    ) -> None:
+        self.n_out, self.storage, self.tuning, self.activation = n_out, storage, tuning, activation
+        assert activation is None or gates(n_out, tuning)
         self.words = unit_words(storage)
         depth = tuning.input_warps
         units = -(-(k // UNIT) // tuning.splits)
         self.turns = -(-units // depth)
         self.copies = TileCopies(
-            n_out, k, storage, tuning.outputs // TILE, tuning.rows, depth, units, tuning.threads
+            n_out,
+            k,
+            storage,
+            tuning.outputs // TILE,
+            tuning.rows,
+            depth,
+            units,
+            tuning.threads,
+            pairs=tuning.output_warps if activation else 0,
         )
         self.places = tuning.output_warps * tuning.row_warps
         staged = tuning.stages * self.copies.stage_bytes
@@ -171,7 +186,9 @@ class TileProduct:
                 put(place, T.Select(following == tuning.stages, T.int32(0), following), 0)
         if tuning.wgmma:
             wgmma_wait(0)
-        if self.meets:
+        if self.activation:
+            self._store_gated(acc, out)
+        elif self.meets:
             self._add_parts(acc, rank, red, added, out)
         else:
             for quad in range(self.accumulators // 4):
@@ -189,7 +206,8 @@ class TileProduct:
         )
         self.output_warp = T.bind(T.truncmod(self.place, tuning.output_warps))
         self.row_warp = T.bind(T.truncdiv(self.place, tuning.output_warps))
-        self.first_tile = T.bind(block_output * (tuning.outputs // TILE))
+        block_tiles = tuning.outputs // TILE // (2 if self.activation else 1)
+        self.first_tile = T.bind(block_output * block_tiles)
         self.first_row = T.bind(block_row * tuning.rows)
         first = T.bind(self.output_warp * depth + self.input_warp)
         self.word_offset = T.bind(T.cast(first * copies.unit_bytes + lane * PIECE, "uint32"))
@@ -276,6 +294,26 @@ class TileProduct:
                     value = sums[2 * x + y]
                     put(out, value if added is None else added[row + y, at] + value, row + y, at)
 
+    def _store_gated(self, acc, out) -> None:
+        """Store what the activation of a lane's first tile lets through of its second."""
+        tuning = self.tuning
+        output = T.bind((self.first_tile + self.output_warp) * TILE + self.g)
+        row = T.bind(self.first_row + self.row_warp * tuning.row_tiles * 8 + 2 * self.c)
+        for j in range(tuning.row_tiles):
+            for y in range(2):
+                inside = T.And(row + 8 * j + y < self.n, output < self.n_out // 2)
+                with T.If(inside), T.Then():
+                    for x in range(2):
+                        at = 4 * j + 2 * x + y
+                        value = activate(acc[at], self.activation) * acc[4 * tuning.row_tiles + at]
+                        put_rounded(out, value, "float16", OPERAND, row + 8 * j + y, output + 8 * x)
+
+
+def gates(n_out: int, tuning: TileTuning) -> bool:
+    """Whether such a product can be gated: a lane must have both halves, whole, of what it stores."""
+    whole = tuning.input_warps * tuning.splits == 1 and n_out % (2 * TILE) == 0
+    return whole and tuning.output_tiles == 2
+
 
 def cluster_sync() -> None:
     """Wait for all threads of the cluster, and see what they wrote to shared memory."""
@@ -284,10 +322,15 @@ def cluster_sync() -> None:
 
 
 def linear_tiles(
-    n_out: int, k: int, storage: str, tuning: TileTuning, residual: bool = False
+    n_out: int,
+    k: int,
+    storage: str,
+    tuning: TileTuning,
+    residual: bool = False,
+    activation: str | None = None,
 ) -> tirx.PrimFunc:
     """Build the product for any number of rows; its arguments are those of ``products.py``."""
-    kernel = TileProduct(n_out, k, storage, tuning)
+    kernel = TileProduct(n_out, k, storage, tuning, activation)
     columns = -(-n_out // tuning.outputs)
 
     def body(weight, x, added, out, n):
@@ -306,4 +349,5 @@ def linear_tiles(
             )
             kernel.block(weight, x, added, out, T.bind(rows), *place, thread, shared, red)
 
-    return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body)
+    attributes = kernel_attributes(tuning.overlap)
+    return product_func(n_out, k, storage, residual, attributes, body, gated=activation is not None)

@@ -36,7 +36,15 @@ def _width(dim: int) -> int:
     return 4 if dim % 4 == 0 else 1
 
 
-def _put_rounded(out, value, dtype: str, order: str, row, at) -> None:
+def activate(value, activation: str):
+    """``silu`` or ``gelu_tanh`` of a float32."""
+    s = value
+    if activation == "gelu_tanh":
+        s = value * T.float32(GELU_SCALE) * (T.float32(1) + T.float32(GELU_CUBIC) * value * value)
+    return value * (T.float32(1) / (T.float32(1) + libm("expf", T.float32(0) - s)))
+
+
+def put_rounded(out, value, dtype: str, order: str, row, at) -> None:
     """Store a float32 as ``dtype``, number ``at`` of a row in an order; NaN stays NaN."""
     if dtype == "float16":
         value, most = T.bind(value), T.float32(_FP16_MAX)
@@ -85,7 +93,7 @@ def rms_norm(
             put(gain, weight[run(at * width, width)], run(0, width))
             for i in range(width):
                 value = line[step * width + i] * factor * gain[i]
-                _put_rounded(out, value, dtype, order, row, at * width + i)
+                put_rounded(out, value, dtype, order, row, at * width + i)
 
         each(write)
 
@@ -119,12 +127,8 @@ def gate(
         for part in range(2):
             put(both, x[row, run(part * dim + vector * width, width)], run(part * width, width))
         for i in range(width):
-            value = both[i]
-            s = value
-            if activation == "gelu_tanh":
-                s = value * T.float32(GELU_SCALE) * (T.float32(1) + T.float32(GELU_CUBIC) * value * value)
-            sigmoid = T.float32(1) / (T.float32(1) + libm("expf", T.float32(0) - s))
-            _put_rounded(out, value * sigmoid * both[width + i], dtype, order, row, vector * width + i)
+            value = activate(both[i], activation) * both[width + i]
+            put_rounded(out, value, dtype, order, row, vector * width + i)
 
     @T.prim_func(private=True)
     def gate(x_h: T.handle, out_h: T.handle):
@@ -154,7 +158,7 @@ def round_rows(dim: int, overlap: bool = False, order: str = "") -> tirx.PrimFun
         values = T.alloc_local((width,), "float32")
         put(values, x[row, run(vector * width, width)], run(0, width))
         for i in range(width):
-            _put_rounded(out, values[i], "float16", order, row, vector * width + i)
+            put_rounded(out, values[i], "float16", order, row, vector * width + i)
 
     @T.prim_func(private=True)
     def round_rows(x_h: T.handle, out_h: T.handle):

@@ -16,12 +16,19 @@ Body = Callable[[Sequence[Any], Any, Any, Any, Any], None]
 
 
 def product_func(
-    n_out: int, k: int, storage: str, residual: bool, attributes: dict[str, Any], body: Body
+    n_out: int,
+    k: int,
+    storage: str,
+    residual: bool,
+    attributes: dict[str, Any],
+    body: Body,
+    gated: bool = False,
 ) -> tirx.PrimFunc:
     """Build the kernel ``out = x @ w.T``, or ``residual + x @ w.T``.
 
     Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
-    ``weight_fragments.py``, the residual ``float32[n, N]`` if there is one, and out ``float32[n, N]``.
+    ``weight_fragments.py``, the residual ``float32[n, N]`` if there is one, and out ``float32[n, N]``, of a
+    gated product ``float16[n, N / 2]``.
     """
     with IRBuilder() as builder, ir.prim_func(is_private=True):
         ir.func_name("product")
@@ -39,7 +46,7 @@ def product_func(
         x = match("x", (n, k), "float16")
         weight = [match(name, *what) for name, what in stored_tensors(storage, n_out, k).items()]
         added = match("residual", (n, n_out), "float32") if residual else None
-        out = match("out", (n, n_out), "float32")
+        out = match("out", (n, n_out // 2), "float16") if gated else match("out", (n, n_out), "float32")
         ir.device_entry()
         body(weight, x, added, out, n)
     return builder.get()

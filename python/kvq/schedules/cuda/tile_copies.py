@@ -51,6 +51,9 @@ class TileCopies:
         Units that a block walks through.
     threads : int
         Threads of a block, a power of two.
+    pairs : int
+        A power of two: so many of a block's tiles are of the first half of the outputs, the others their
+        partners in the second, and ``first_tile`` is one of the first. 0: a block's tiles are neighbours.
     """
 
     def __init__(
@@ -63,10 +66,12 @@ class TileCopies:
         depth: int,
         units: int,
         threads: int,
+        pairs: int = 0,
     ) -> None:
         assert depth & (depth - 1) == 0 and threads & (threads - 1) == 0
         self.k, self.all_units, self.tiles, self.block_tiles = k, k // UNIT, tiles(n_out), block_tiles
         self.rows, self.depth, self.units, self.threads = rows, depth, units, threads
+        self.pairs, self.half = pairs, self.tiles // 2 if pairs else self.tiles
         self.int4 = storage == "int4"
         self.unit_bytes = 4 * WARP * unit_words(storage)
         self.word_at = depth * rows * ROW_BYTES
@@ -82,11 +87,17 @@ class TileCopies:
         self.words = self._line(self.depth * self.unit_bytes // PIECE)
         self.row = self._line(ROW_BYTES // PIECE)
         self.weight, self.x = weight, x
-        self.word_tile = T.bind(T.min(first_tile + self.words[0], self.tiles - 1))
+        self.word_tile = T.bind(T.min(self._tile(self.words[0]), self.tiles - 1))
         if self.int4:
             self.scales = self._line(self.depth * SCALE_BYTES // PIECE)
-            self.scale_tile = T.bind(T.min(first_tile + self.scales[0], self.tiles - 1))
+            self.scale_tile = T.bind(T.min(self._tile(self.scales[0]), self.tiles - 1))
         self.own_row = T.bind(first_row + T.bitwise_and(self.row[0], self.rows - 1))
+
+    def _tile(self, line):
+        """The weight's tile that is the block's tile ``line``."""
+        if not self.pairs:
+            return self.first_tile + line
+        return self.first_tile + T.truncmod(line, self.pairs) + T.truncdiv(line, self.pairs) * self.half
 
     def _line(self, pieces: int) -> tuple[Any, Any]:
         """Line and piece of the thread's first copy, where a line has so many pieces."""
@@ -119,12 +130,17 @@ class TileCopies:
             conditions = []
             if not everyone:
                 conditions.append(self.thread < (self.block_tiles - lines) * pieces - more)
-            if self.tiles % self.block_tiles:
+            if self.pairs:
+                # lines of a step are a power of two, too: the remainders add up to less than pairs
+                pair = T.truncmod(line, self.pairs) + lines % self.pairs
+                conditions.append(self.first_tile + pair < self.half)
+            elif self.tiles % self.block_tiles:
                 conditions.append(self.first_tile + line + lines < self.tiles)
+            further = lines % self.pairs + lines // self.pairs * self.half if self.pairs else lines
             if not self.whole:
                 which = T.truncdiv(piece + more, unit_bytes // PIECE)
                 conditions.append(unit + which < self.end)
-            offset = lines * self.all_units * unit_bytes + more * PIECE
+            offset = further * self.all_units * unit_bytes + more * PIECE
             self._copy(conditions, target, at + (lines * pieces + more) * PIECE, source, offset)
 
     def copy_rows(self, stage, turn) -> None:
