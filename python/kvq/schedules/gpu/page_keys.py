@@ -218,20 +218,25 @@ class KeyScores:
         tokens = self.tile.tokens
         stored = held(number * (CODES_PER_CHUNK // tokens) + first_channel)
         start = held(number * (bits * LANES) + self.team.lane + first_word)
-        if CODES_PER_CHUNK % bits:
-            words = [T.bind(pool[(*unit, start + w * LANES)]) for w in range(bits)]
-            self._codes(query, words, stored, CODES_PER_CHUNK // tokens, bits)
+        whole = whole_codes(bits)
+
+        def words_from(at, count: int):
+            return [T.bind(pool[(*unit, at + i * LANES)]) for i in range(count)]
+
+        if whole % tokens and tokens % whole:  # a channel's codes lie across words
+            self._codes(query, words_from(start, bits), stored, 0, CODES_PER_CHUNK // tokens, bits)
             return
         # words hold channels each for themselves: a loop, for the sake of the shader's size
-        in_word = max(1, whole_codes(bits) // tokens)
-        together = max(1, tokens // whole_codes(bits))  # words of one channel
+        in_word, together = max(1, whole // tokens), max(1, tokens // whole)
         with T.serial(bits // together) as w:
-            first = held(start + w * (together * LANES))
-            words = [T.bind(pool[(*unit, first + i * LANES)]) for i in range(together)]
-            self._codes(query, words, held(stored + w * in_word), in_word, bits)
+            words = words_from(held(start + w * (together * LANES)), together)
+            self._codes(query, words, held(stored + w * in_word), 0, in_word, bits)
+        if rest := CODES_PER_CHUNK - whole * bits:
+            words = words_from(start, bits)
+            self._codes(query, words, held(stored + bits * in_word), whole * bits, rest // tokens, bits)
 
-    def _codes(self, query, words: list, stored, channels: int, bits: int) -> None:
-        """Add channels that stand from ``stored`` on, whose codes begin with the first word."""
+    def _codes(self, query, words: list, stored, first: int, channels: int, bits: int) -> None:
+        """Add channels that stand from ``stored`` on, from code ``first`` of these words on."""
         tokens, scales = self.tile.tokens, self.scales
         for i in range(channels):
             at = held(stored + i)
@@ -240,5 +245,5 @@ class KeyScores:
                 second = T.bitwise_and(at, 1) * scales.half
                 channel = held(scales.pairs[T.shift_right(at, 1)] + second)
             scale, offset = T.bind(scales.scale[at]), T.bind(scales.offset[at])
-            numbers = [code_number(words, i * tokens + t, bits) for t in range(tokens)]
+            numbers = [code_number(words, first + i * tokens + t, bits) for t in range(tokens)]
             self._add(query, channel, [held(x * scale + offset, "float32") for x in numbers])
