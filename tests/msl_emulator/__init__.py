@@ -23,7 +23,7 @@ from kvq.compiler.gpu_target import GpuTarget
 
 _HEADER = Path(__file__).with_name("msl.h")
 _FLAGS = ["-std=c++17", "-O1", "-g0", "-w", "-march=haswell", "-ffp-contract=fast", "-fno-strict-aliasing"]
-_FLAGS += ["-fsanitize=address,alignment", "-fno-sanitize-recover=all", "--param", "asan-stack=0"]
+_FLAGS += ["-fsanitize=address", "--param", "asan-stack=0"]
 
 #: What ``msl.h`` calls the attributes of a kernel's parameters.
 _PLACES = {

@@ -1,5 +1,5 @@
 // What TVM's code generator for Metal uses of the Metal Shading Language, for a C++ compiler.
-// Vectors have Metal's alignment, so that UBSan sees a pointer that is no multiple of it.
+// Vectors have Metal's alignment: the compiler moves them as such, and an address that is no multiple is a fault.
 #pragma once
 #include <cmath>
 #include <cstdint>
