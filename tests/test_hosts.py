@@ -121,7 +121,9 @@ def test_a_library_for_another_host_is_a_valid_file(libraries, host):
     for symbol in ("__tvm_ffi_rope_table", "__tvm_ffi_gate", "TVMFFIErrorSetRaisedFromCStrParts"):
         assert symbol in done.stdout
     needed = {".so": "libm.so", ".dll": "tvm_ffi.dll", ".dylib": "/usr/lib/libSystem.B.dylib"}
+    names = {".dll": f"DLL name: {path.name}", ".dylib": f"@rpath/{path.name}"}
     assert needed[path.suffix] in done.stdout
+    assert names.get(path.suffix, "") in done.stdout
 
 
 def test_undefined_symbols_of_a_coff_object(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
@@ -229,13 +230,15 @@ def library_path(output: Path, host: Host) -> Path:
 
 
 def _export(executable: Any, target: CompileTarget, link: Callable[..., None], output: Path) -> Path:
-    """Write the library under a temporary name, then rename it."""
-    temporary = output.with_name(f".{output.stem}.{os.getpid()}.tmp{output.suffix}")
+    """Write the library beside its place, under the name that it keeps, then move it there."""
+    directory = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
-        executable.mod.export_library(str(temporary), fcompile=link, fpack_imports=target.pack_imports)
-        temporary.replace(output)
+        directory.mkdir()
+        made = directory / output.name
+        executable.mod.export_library(str(made), fcompile=link, fpack_imports=target.pack_imports)
+        made.replace(output)
     except OSError as error:
         raise CompileError(f"cannot write {output}: {error.strerror or error}") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
     return output

@@ -70,7 +70,7 @@ def linker_for(host: Host) -> Callable[..., None]:
         raise CompileError(f"linking for {host.name} needs the package ziglang: pip install 'kvq[cross]'")
 
     def link(output: str, objects: list[str], **_: object) -> None:
-        extra = [] if host.is_here else _cross_inputs(host, command, objects)
+        extra = [] if host.is_here else _cross_inputs(host, command, objects, Path(output).name)
         _run([*command, "-o", output, *objects, *extra], output)
 
     link.object_format = "o"  # type: ignore[attr-defined]
@@ -84,11 +84,11 @@ def _run(command: list[str], output: str) -> None:
         raise CompileError(f"{command[0]} could not link {output}: {lines[-1]}")
 
 
-def _cross_inputs(host: Host, command: list[str], objects: list[str]) -> list[str]:
+def _cross_inputs(host: Host, command: list[str], objects: list[str], library: str) -> list[str]:
     """What the linker takes beside the objects; made in their directory."""
     directory = Path(objects[0]).parent
     if host.suffix == ".dylib":
-        return ["-Wl,-undefined,dynamic_lookup"]
+        return ["-Wl,-undefined,dynamic_lookup", f"-Wl,-install_name,@rpath/{library}"]
     if host.suffix == ".dll":
         start = directory / "start.c"
         start.write_text(_WINDOWS_START)
