@@ -13,6 +13,13 @@ from .block import held
 _SIGN = 0x8000
 
 
+def _scaled(x, factor: float):
+    """``x * factor**3``: TVM prints seven digits of a constant, too few for ``2**24`` and its inverse."""
+    for _ in range(3):
+        x = x * T.float32(factor)
+    return x
+
+
 def half_of(word, index):
     """Half ``index`` (0 the lower) of a word, uint32."""
     if isinstance(index, int):
@@ -26,7 +33,7 @@ def half_to_float(bits):
     """A finite fp16 number by its bits (uint32), as float32."""
     magnitude = held(T.bitwise_and(bits, T.uint32(_SIGN - 1)), "uint32")
     normal = T.reinterpret("float32", T.shift_left(magnitude, T.uint32(13)) + T.uint32(112 << 23))
-    denormal = T.cast(magnitude, "float32") * T.float32(2.0**-24)
+    denormal = _scaled(T.cast(magnitude, "float32"), 2.0**-8)
     value = held(T.Select(magnitude < T.uint32(0x400), denormal, normal), "float32")
     sign = T.shift_left(T.bitwise_and(bits, T.uint32(_SIGN)), T.uint32(16))
     return held(T.reinterpret("float32", T.bitwise_or(T.reinterpret("uint32", value), sign)), "float32")
@@ -43,7 +50,7 @@ def float_to_half(x):
     magnitude = held(T.bitwise_and(bits, T.uint32(0x7FFFFFFF)), "uint32")
     odd = T.bitwise_and(T.shift_right(magnitude, T.uint32(13)), T.uint32(1))
     normal = T.shift_right(magnitude + odd + T.uint32(0xFFF) - T.uint32(112 << 23), T.uint32(13))
-    denormal = T.cast(round_even(T.reinterpret("float32", magnitude) * T.float32(2.0**24)), "uint32")
+    denormal = T.cast(round_even(_scaled(T.reinterpret("float32", magnitude), 2.0**8)), "uint32")
     half = T.Select(magnitude < T.uint32(113 << 23), denormal, normal)
     sign = T.bitwise_and(T.shift_right(bits, T.uint32(16)), T.uint32(_SIGN))
     return held(T.bitwise_or(sign, half), "uint32")

@@ -6,6 +6,7 @@ queries. Values are rotated in shared memory, some heads at a time.
 
 from __future__ import annotations
 
+import numpy as np
 from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -61,7 +62,7 @@ class _Row:
         # by its bits: a comparison with itself would be simplified away
         magnitude = T.bind(T.bitwise_and(T.reinterpret("int32", raw), T.int32(0x7FFFFFFF)))
         is_nan = T.bind(magnitude > T.int32(0x7F800000))
-        over = magnitude > T.reinterpret("int32", T.float32(limit))
+        over = magnitude > T.int32(int(np.float32(limit).view(np.int32)))
         saturated = T.bind(T.And(over, T.Not(is_nan)))
         put(count, count[0] + T.Select(is_nan, 1, 0), 0)
         put(count, count[1] + T.Select(saturated, 1, 0), 1)
