@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,15 @@ def test_a_library_is_of_one_device(built: dict[str, BuiltModel]) -> None:
         Library.load(built["cpu"].library, "vulkan")
 
 
+def run(code: str, *arguments: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own."""
+    settings = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **settings}, check=False
+    )
+
+
 _LOAD = """
 import sys
 from kvq.runtime.library import Library
@@ -76,9 +86,34 @@ Library.load(sys.argv[1], "vulkan").load_params(sys.argv[2])
 def test_a_weight_beyond_the_devices_limit(built: dict[str, BuiltModel]) -> None:
     """It is named, with the limit."""
     model = built["vulkan"]
-    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "KVQ_VULKAN_LIMITS": "buffer_bytes=4096"}
-    command = [sys.executable, "-c", _LOAD, str(model.library), str(model.weights_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **paths}, check=False)
+    done = run(_LOAD, model.library, model.weights_dir, KVQ_VULKAN_LIMITS="buffer_bytes=4096")
     last = done.stderr.strip().splitlines()[-1]
     assert "cannot be loaded: vulkan:0 (" in last
     assert last.endswith("takes buffers of at most 4096 bytes (maxStorageBufferRange), not 25344"), last
+
+
+_LOSE = """
+import sys
+import tvm_ffi
+from kvq.engine import Engine
+engine = Engine(sys.argv[1], model_lib=sys.argv[2], device="vulkan")
+for _ in range(3):
+    try:
+        answer = engine.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], max_tokens=3)
+        print("answered", answer.usage.completion_tokens)
+    except Exception as error:
+        print("refused", error)
+    tvm_ffi.get_global_func("kvq_vulkan.lose_device")(0)
+print("alive")
+"""
+
+
+def test_a_lost_device_ends_requests_alone(built: dict[str, BuiltModel], tmp_path: Path) -> None:
+    """Every request from then on gets one line; the process goes on."""
+    model = built["vulkan"]
+    for source in (model.config_dir, model.weights_dir):
+        shutil.copytree(source, tmp_path, dirs_exist_ok=True)
+    done = run(_LOSE, tmp_path, model.library)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and lines[0].startswith("answered") and lines[3] == "alive", done.stderr
+    assert all(line.startswith("refused") and "was lost" in line for line in lines[1:3]), lines
