@@ -79,6 +79,19 @@ def test_steps_equal_the_oracle(backend, layout, group, variant):
         assert relative_error(out, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("case", [0, 3], ids=["rotated values", "sinks"])
+def test_split_rows_equal_the_oracle(backend, case):
+    """The keys of a row of decode are cut among tasks, whose results are merged."""
+    layout, group, variant = CASES[case]
+    rig = CacheRig(layout, group, backend=backend, layer=1, num_pages=12, num_open=2, variant=variant)
+    splits = []
+    for requests in ([("a", 8 * layout.page_size + 40)], [("b", 5), ("a", 1)]):
+        out, expected = rig.append(requests)
+        assert relative_error(out, expected) < TOLERANCE
+        splits.append(rig.plan.merge_tasks[: rig.plan.plan_counts[3], 2].tolist())
+    assert splits == [[], [3]]
+
+
 def make_rows(layout: KVLayout, rng: np.random.Generator) -> np.ndarray:
     """K with offsets and outlier channels, V plain, as one row page: [H, 2, P * D]."""
     heads, page, dim = layout.num_kv_heads, layout.page_size, layout.head_dim
