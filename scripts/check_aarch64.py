@@ -1,6 +1,6 @@
 """Run a library for aarch64 Linux under qemu; compare its greedy tokens with those of one for this machine.
 
-    python scripts/check_aarch64.py WEIGHTS ROOT SITE [--tokens N] [--prompts N]
+    python scripts/check_aarch64.py WEIGHTS ROOT SITE [--tokens N] [--prompts I...]
 
 WEIGHTS is a converted directory with its tokenizer, best in ``q0f32`` without a quantized cache: then both
 libraries compute the same but for the order of sums. ROOT is a folder of unpacked Debian packages for arm64
@@ -37,12 +37,12 @@ MARGIN = 1e-3
 OVERRIDES = "context_window_size=256;prefill_chunk_size=16;max_batch_size=1"
 
 
-def greedy(weights: Path, library: Path, prompts: int, count: int) -> list[dict[str, Any]]:
+def greedy(weights: Path, library: Path, prompts: list[int], count: int) -> list[dict[str, Any]]:
     """The likeliest tokens after each prompt, the smallest margin, and the seconds it took."""
     tokenizer = Tokenizer.from_dir(weights)
     model = load_model(library, weights)
     found = []
-    for prompt in PROMPTS[:prompts]:
+    for prompt in (PROMPTS[i] for i in prompts):
         start = time.perf_counter()
         model.cache.add_sequence("greedy")
         step, tokens, margin = tokenizer.encode(prompt), [], float("inf")
@@ -72,7 +72,7 @@ def main() -> int:
     parser.add_argument("root", type=Path, nargs="?")
     parser.add_argument("site", type=Path, nargs="?")
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=len(PROMPTS))
+    parser.add_argument("--prompts", type=int, nargs="+", choices=range(len(PROMPTS)), default=[0, 1, 2])
     parser.add_argument("--library", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.library:
@@ -85,7 +85,7 @@ def main() -> int:
         compile_model(args.weights, args.weights / f"lib-{host}", host=host, opt="O1", overrides=OVERRIDES)
         for host in ("linux-x86_64", "linux-aarch64")
     ]
-    shared = [str(args.weights), "--prompts", str(args.prompts), "--tokens", str(args.tokens)]
+    shared = [str(args.weights), "--tokens", str(args.tokens), "--prompts", *map(str, args.prompts)]
     here = run([sys.executable], {}, [*shared, "--library", str(libraries[0])])
     python, sources = args.root / "usr/bin/python3.11", Path(__file__).resolve().parents[1] / "python"
     there = run(
