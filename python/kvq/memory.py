@@ -11,6 +11,7 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kvq.config import ModelConfig
 from kvq.errors import ConfigError, OutOfMemoryError
@@ -143,7 +144,7 @@ def weights_bytes(model: ModelConfig, weights: WeightScheme) -> int:
     return total
 
 
-def device_costs(model: ModelConfig, rows: int, device: str) -> dict[str, int]:
+def device_costs(model: ModelConfig, rows: int, device: str) -> dict[str, Any]:
     """What :func:`plan_cache` is to count of a device before there is a library, or the device itself.
 
     Parameters
