@@ -18,7 +18,7 @@ class Stream;
 // Who reads a buffer's memory, and who writes it.
 enum class MemoryUse { kDevice, kUpload, kReadBack };
 
-// A kernel on a device.
+// A kernel on a device; like the device itself it lives as long as the process.
 struct Pipeline {
   VkPipeline handle = VK_NULL_HANDLE;
   VkPipelineLayout layout = VK_NULL_HANDLE;

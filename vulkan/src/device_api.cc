@@ -1,8 +1,10 @@
 // TVM's view of the devices: memory, copies, attributes.
+#include <tvm/ffi/container/map.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/reflection/registry.h>
 #include <tvm/runtime/device_api.h>
 
+#include <string>
 #include <vector>
 
 #include "current_device.h"

@@ -37,9 +37,6 @@
   F(vkCreatePipelineLayout)                   \
   F(vkCreateShaderModule)                     \
   F(vkDestroyBuffer)                          \
-  F(vkDestroyDescriptorSetLayout)             \
-  F(vkDestroyPipeline)                        \
-  F(vkDestroyPipelineLayout)                  \
   F(vkDestroyShaderModule)                    \
   F(vkEndCommandBuffer)                       \
   F(vkEnumerateDeviceExtensionProperties)     \

@@ -39,7 +39,6 @@ class Op(IntEnum):
     ACCESS_CHAIN = 65
     DECORATE = 71
     MEMBER_DECORATE = 72
-    COMPOSITE_CONSTRUCT = 80
     COMPOSITE_EXTRACT = 81
     CONVERT_F_TO_U = 109
     CONVERT_F_TO_S = 110
@@ -60,7 +59,6 @@ class Op(IntEnum):
     F_DIV = 136
     U_MOD = 137
     IS_NAN = 156
-    IS_INF = 157
     LOGICAL_EQUAL = 164
     LOGICAL_NOT_EQUAL = 165
     LOGICAL_OR = 166
