@@ -50,7 +50,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--cuda-arch",
         metavar="LIST",
-        help="GPU architectures, e.g. sm_80,sm_90 (default: this machine's, or sm_80,sm_89,sm_90)",
+        help="GPU architectures, e.g. sm_80,sm_90, or sm_90a for Hopper alone "
+        "(default: this machine's, or sm_80,sm_89,sm_90)",
     )
     parser.add_argument(
         "--opt", default="O2", help="O0 plain code, O1 exact activations, O2 int8 activations, O3 as O2"
