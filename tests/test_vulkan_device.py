@@ -253,6 +253,43 @@ def test_a_lost_device_is_an_error(libraries: Path) -> None:
     assert done.stdout.count("was lost") == 3 and "alive" in done.stdout, done.stderr
 
 
+_TWO = """
+import sys
+import numpy as np
+import tvm
+import kvq_vulkan
+
+first, second = tvm.device("vulkan", 0), tvm.device("vulkan", 1)
+assert kvq_vulkan.num_devices() == 2
+add = tvm.runtime.load_module(sys.argv[1])["main"]
+x = tvm.runtime.tensor(np.ones(100, "float32"), second)
+y = tvm.runtime.tensor(np.zeros(100, "float32"), first)
+add(x, 1.0, x)
+add(y, 5.0, y)
+assert (x.numpy() == 2).all() and (y.numpy() == 5).all()
+x.copyto(y)
+add(y, 1.0, y)
+assert (y.numpy() == 3).all()
+print("ran")
+"""
+
+
+def test_two_devices(libraries: Path, tmp_path: Path) -> None:
+    """One library on both, and a copy from one to the other: lavapipe twice, as two drivers."""
+    manifest = Path("/usr/share/vulkan/icd.d/lvp_icd.x86_64.json")
+    if not manifest.exists():
+        pytest.skip("no lavapipe")
+    other = tmp_path / "other_icd.json"
+    other.write_text(manifest.read_text())
+    drivers = f"{manifest}:{other}"
+    path = os.pathsep.join(filter(None, sys.path))
+    settings = {"PYTHONPATH": path, "VK_DRIVER_FILES": drivers, "VK_ICD_FILENAMES": drivers}
+    command = [sys.executable, "-c", _TWO, str(libraries / "float32.so")]
+    environment = {**os.environ, **settings, "TVM_USE_RUNTIME_LIB": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "ran" in done.stdout, done.stderr
+
+
 def test_no_driver() -> None:
     """Where there is no driver, that is what is said."""
     code = "import kvq_vulkan\nprint(kvq_vulkan.num_devices(), kvq_vulkan.problem())"
