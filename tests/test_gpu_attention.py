@@ -36,7 +36,7 @@ def test_every_geometry_fits_the_least_gpu():
 @pytest.mark.parametrize(
     ("limits", "group", "message"),
     [
-        (GpuLimits(64, 16384), 4, "workgroups of 128 threads: the GPU has 64"),
+        (GpuLimits(128, 16384), 4, "workgroups of 256 threads: the GPU has 128"),
         (GpuLimits(256, 8192), 4, "bytes of shared memory: the GPU has 8192"),
         (LEAST, 33, "33 query heads a KV head is not supported with pages of 64: at most 32"),
     ],

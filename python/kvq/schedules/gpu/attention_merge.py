@@ -1,7 +1,7 @@
 """The second launch of attention: rows that were split into several tasks.
 
-A workgroup has one row and query head. It weighs the splits by their maxima, adds them up in order, slices of
-them side by side, then undoes the rotation of V.
+A workgroup has one row and query head. It weighs the splits by their maxima, as many at a time as it has
+threads, adds them up in order, slices of them side by side, then undoes the rotation of V.
 """
 
 from __future__ import annotations
@@ -11,42 +11,39 @@ from tvm.script import tirx as T
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import AttentionArguments
 
+from .attention_tile import MERGE_THREADS
 from .block import add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
 from .hadamard import rotate
-
-_THREADS = 256
-#: Splits whose weights stand in shared memory at once.
-_AT_ONCE = 256
 
 
 def merge_rows(a: AttentionArguments, layout: KVLayout, num_heads: int, dtype: str) -> None:
     """Emit the launch."""
     dim = layout.head_dim
-    slices = _THREADS // dim
+    slices = MERGE_THREADS // dim
 
-    with launch([num_heads, T.cast(a.merges.shape[0], "int32")], _THREADS) as (head, at, thread):
-        weights, sums = shared((_AT_ONCE,), "float32"), shared((slices * dim,), "float32")
-        lanes = shared((1, _THREADS), "float32")
+    with launch([num_heads, T.cast(a.merges.shape[0], "int32")], MERGE_THREADS) as (head, at, thread):
+        weights, sums = shared((MERGE_THREADS,), "float32"), shared((slices * dim,), "float32")
+        lanes = shared((1, MERGE_THREADS), "float32")
         peak, state = local((1,), "float32"), local((2,), "float32")
         channel, part = T.bind(T.truncmod(thread, dim)), T.bind(T.truncdiv(thread, dim))
 
         def merge():
             row, slot, count = (T.bind(a.merges[at, i]) for i in range(3))
             put(peak, a.scratch[slot, head, dim], 0)
-            with T.serial(T.truncdiv(count + (_THREADS - 1), _THREADS)) as turn:
-                index = T.bind(T.min(turn * _THREADS + thread, count - 1))
+            with T.serial(T.truncdiv(count + (MERGE_THREADS - 1), MERGE_THREADS)) as turn:
+                index = T.bind(T.min(turn * MERGE_THREADS + thread, count - 1))
                 put(peak, T.max(peak[0], a.scratch[slot + index, head, dim]), 0)
             put(lanes, peak[0], 0, thread)
-            reduce_lanes(T.max, lanes, 1, thread, _THREADS)
+            reduce_lanes(T.max, lanes, 1, thread, MERGE_THREADS)
             most = lanes[0, 0]
             if a.sinks is not None:
                 most = T.max(most, a.sinks[head])
             most = T.bind(most)
             put(state, T.float32(0), 0)  # a channel's sum over the thread's slice of the splits
             put(state, T.float32(0), 1)  # the weights of the splits of the thread
-            with T.serial(T.truncdiv(count + (_AT_ONCE - 1), _AT_ONCE)) as turn:
-                first = T.bind(turn * _AT_ONCE)
-                here = T.bind(T.min(count - first, _AT_ONCE))
+            with T.serial(T.truncdiv(count + (MERGE_THREADS - 1), MERGE_THREADS)) as turn:
+                first = T.bind(turn * MERGE_THREADS)
+                here = T.bind(T.min(count - first, MERGE_THREADS))
 
                 def weigh():
                     place = T.bind(slot + first + thread)
@@ -67,7 +64,7 @@ def merge_rows(a: AttentionArguments, layout: KVLayout, num_heads: int, dtype: s
             sync()
             put(lanes, state[1], 0, thread)
             when(part < slices, lambda: put(sums, state[0], thread))
-            reduce_lanes(add, lanes, 1, thread, _THREADS)
+            reduce_lanes(add, lanes, 1, thread, MERGE_THREADS)
             total = lanes[0, 0]
             if a.sinks is not None:
                 total = total + T.exp(a.sinks[head] - most)
@@ -79,10 +76,12 @@ def merge_rows(a: AttentionArguments, layout: KVLayout, num_heads: int, dtype: s
                     value = T.bind(value + sums[s * dim + c])
                 put(sums, value * factor, c)
 
-            for_threads(dim, thread, _THREADS, divide)
+            for_threads(dim, thread, MERGE_THREADS, divide)
             sync()
             if layout.v_bits is not None:
-                rotate(sums, 0, dim, dim, thread, _THREADS)
-            for_threads(dim, thread, _THREADS, lambda c: put(a.out, T.cast(sums[c], dtype), row, head, c))
+                rotate(sums, 0, dim, dim, thread, MERGE_THREADS)
+            for_threads(
+                dim, thread, MERGE_THREADS, lambda c: put(a.out, T.cast(sums[c], dtype), row, head, c)
+            )
 
         when(at < a.counts[3], merge)

@@ -24,6 +24,8 @@ from .limits import GpuLimits
 LANES = K_LANES
 TEAMS = 8
 THREADS = TEAMS * LANES
+#: Threads of a workgroup that merges the results of a split row: at least the largest head_dim.
+MERGE_THREADS = 256
 #: Most scores of a page that a thread holds, and most states of a team.
 _SCORES, _STATES = 16, 4
 
@@ -100,8 +102,10 @@ def make_tile(layout: KVLayout, num_heads: int, limits: GpuLimits) -> Tile:
     states = -(-group // -(-group // most))
     # two, however small the group is: several rows share what is unpacked
     tile = Tile(layout, group, min(max(states, 2), most))
-    if limits.threads < THREADS:
-        raise CompileError(f"attention needs workgroups of {THREADS} threads: the GPU has {limits.threads}")
+    if limits.threads < MERGE_THREADS:
+        raise CompileError(
+            f"attention needs workgroups of {MERGE_THREADS} threads: the GPU has {limits.threads}"
+        )
     if tile.shared_bytes > limits.shared_bytes:
         raise CompileError(
             f"attention of head_dim {layout.head_dim} needs {tile.shared_bytes} bytes of shared memory:"
