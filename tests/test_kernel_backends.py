@@ -9,7 +9,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kernel_backends import BACKENDS, present
-from kvq.schedules.gpu.block import ATTRIBUTES, launch, put, run, shared, sync, when
+from kvq.schedules.gpu.block import ATTRIBUTES, launch, shared, sync
+from kvq.schedules.statements import put, run, when
 
 _THREADS, _WIDTH = 32, 64
 _GPUS = [pytest.param(b, id=b.name) for b in BACKENDS if b.name != "cpu"]

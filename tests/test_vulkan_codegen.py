@@ -14,7 +14,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 import vulkan_runner
-from kvq.schedules.gpu.block import ATTRIBUTES, launch, local, put, run, shared, sync, when
+from kvq.schedules.gpu.block import ATTRIBUTES, launch, local, shared, sync
+from kvq.schedules.statements import put, run, when
 
 kvq_vulkan = pytest.importorskip("kvq_vulkan", reason="kvq-vulkan is not installed")
 

@@ -21,8 +21,9 @@ from kvq.compiler.gpu_target import GpuTarget
 from kvq.errors import LibraryError
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
-from kvq.schedules.gpu.block import ATTRIBUTES, launch, put, shared, sync, when
+from kvq.schedules.gpu.block import ATTRIBUTES, launch, shared, sync
 from kvq.schedules.gpu.limits import GpuLimits
+from kvq.schedules.statements import put, when
 
 kvq_vulkan = pytest.importorskip("kvq_vulkan", reason="kvq-vulkan is not installed")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .vector import CpuIsa, constant, for_rows, put, reduce_lanes, rint, run, splat
+from kvq.schedules.statements import put, run
+
+from .vector import CpuIsa, constant, for_rows, reduce_lanes, rint, splat
 from .weight_blocks import GROUP
 
 

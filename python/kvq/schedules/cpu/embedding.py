@@ -5,7 +5,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .vector import for_rows, put
+from kvq.schedules.statements import put
+
+from .vector import for_rows
 from .weight_blocks import BLOCK, WeightBlocks
 
 _ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}

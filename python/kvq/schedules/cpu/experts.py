@@ -12,9 +12,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.errors import CompileError
+from kvq.schedules.statements import put, run
 
 from .linear import ATTRIBUTES, CHUNK
-from .vector import CpuIsa, constant, exp, fma, for_blocks, for_rows, put, run, splat
+from .vector import CpuIsa, constant, exp, fma, for_blocks, for_rows, splat
 from .weight_blocks import BLOCK, WeightBlocks
 
 #: Below every logit: an expert that is already chosen.

@@ -9,9 +9,10 @@ from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
 from kvq.quantization.kv_codec import MAX_ENERGY
+from kvq.schedules.statements import put, run
 
 from .row_ops import vector_lanes
-from .vector import put, run, splat
+from .vector import splat
 
 
 def _energy_root(q, row, head, pair: int, layout: KVLayout, num_heads: int):

@@ -14,9 +14,10 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import append_arguments
+from kvq.schedules.statements import put, run
 
 from .row_ops import clean_row, hadamard_inplace, load_rotated, load_row, vector_lanes
-from .vector import CpuIsa, for_rows, put, run, splat
+from .vector import CpuIsa, for_rows, splat
 
 
 def kv_append(

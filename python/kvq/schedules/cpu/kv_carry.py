@@ -9,8 +9,9 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import carry_arguments
+from kvq.schedules.statements import put, run
 
-from .vector import CpuIsa, put, run
+from .vector import CpuIsa
 
 
 def kv_carry(layout: KVLayout, isa: CpuIsa) -> tirx.PrimFunc:

@@ -16,20 +16,11 @@ from tvm.script.ir_builder import tirx as builder
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
 from kvq.schedules.cache_arguments import seal_arguments
+from kvq.schedules.statements import put, run
 
 from .key_widths import KeyWidths
 from .row_ops import vector_lanes
-from .vector import (
-    CpuIsa,
-    constant,
-    place_code,
-    put,
-    reduce_lanes,
-    rint,
-    row_page_to_float,
-    run,
-    splat,
-)
+from .vector import CpuIsa, constant, place_code, reduce_lanes, rint, row_page_to_float, splat
 
 
 def _pack(words: list, index: int, bits: int, codes, lanes: int) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .vector import CpuIsa, constant, fma, for_blocks, put, run, splat
+from kvq.schedules.statements import put, run
+
+from .vector import CpuIsa, constant, fma, for_blocks, splat
 from .weight_blocks import BLOCK, WeightBlocks, num_blocks
 
 #: Inputs of a block of weights that are float32 at a time.

@@ -10,9 +10,11 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
+from kvq.schedules.statements import put, run
+
 from .activations import quantized_width, scale_at, sums_at
 from .linear import ATTRIBUTES, Output, for_tiles
-from .vector import CpuIsa, constant, fma, for_blocks, intrinsic, put, run, splat
+from .vector import CpuIsa, constant, fma, for_blocks, intrinsic, splat
 from .weight_blocks import BLOCK, GROUP, HALF, WeightBlocks, num_blocks
 
 

@@ -19,10 +19,11 @@ from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
 from kvq.schedules.attention_variant import AttentionVariant
+from kvq.schedules.statements import put, run
 
 from .page_blocks import PageBlocks
 from .row_ops import vector_lanes
-from .vector import MASKED, CpuIsa, constant, exp, fma, prefetch, put, reduce_lanes, run, splat, tanh
+from .vector import MASKED, CpuIsa, constant, exp, fma, prefetch, reduce_lanes, splat, tanh
 
 #: First token of a page that a row sees, None for the page's first; and the one after the last.
 Span = tuple[Any, Any]

@@ -10,9 +10,10 @@ from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, K_LANES, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.schedules.statements import put, run
 
 from .row_ops import vector_lanes
-from .vector import CpuIsa, code_to_float, constant, extract_code, half_to_float, put, run, splat
+from .vector import CpuIsa, code_to_float, constant, extract_code, half_to_float, splat
 
 #: Most floats of a block: half of a small first-level cache.
 BLOCK_FLOATS = 4096

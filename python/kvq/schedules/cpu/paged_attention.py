@@ -20,20 +20,11 @@ from tvm.script.ir_builder import tirx as builder
 from kvq.layout import KVLayout
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.cache_arguments import attention_arguments
+from kvq.schedules.statements import put, run
 
 from .page_attention import PageAttention
 from .row_ops import hadamard_inplace
-from .vector import (
-    MASKED,
-    CpuIsa,
-    constant,
-    exp,
-    fma,
-    put,
-    reduce_lanes,
-    run,
-    splat,
-)
+from .vector import MASKED, CpuIsa, constant, exp, fma, reduce_lanes, splat
 
 #: Most rows of an attention task.
 TILE_ROWS = 16

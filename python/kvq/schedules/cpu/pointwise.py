@@ -6,10 +6,11 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
+from kvq.schedules.statements import put, run
 
 from .activations import emit_quantize_row, quantized_width
 from .row_ops import vector_lanes
-from .vector import CpuIsa, constant, exp, fma, for_rows, put, reduce_lanes, run, splat
+from .vector import CpuIsa, constant, exp, fma, for_rows, reduce_lanes, splat
 
 
 def rms_norm(dim: int, eps: float, isa: CpuIsa, quantize: bool = False) -> tirx.PrimFunc:

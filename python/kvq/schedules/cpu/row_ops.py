@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .vector import constant, fma, put, run, splat
+from kvq.schedules.statements import put, run
+
+from .vector import constant, fma, splat
 
 FP16_MAX = 65504.0
 FP32_MAX = 3.4028234663852886e38

@@ -13,6 +13,8 @@ from math import log
 from tvm.script import tirx as T
 from tvm.target import codegen
 
+from kvq.schedules.statements import put, run
+
 LOG2E = 1.4426950408889634
 #: Score of a masked key: far below any real one, and finite, so that no NaN can come of it.
 MASKED = -1e30
@@ -48,16 +50,6 @@ def _intrinsic(name: str) -> int:
 def intrinsic(name, dtype, *args):
     """Call an LLVM intrinsic by its full name."""
     return T.call_llvm_pure_intrin(T.uint32(_intrinsic(name)), *args, dtype=dtype)
-
-
-def run(start, lanes):
-    """Index of ``lanes`` consecutive elements from ``start``."""
-    return T.ramp(start, 1, lanes)
-
-
-def put(buffer, value, *index):
-    """Store ``value`` at ``index``: the statement that a plain function can emit."""
-    T.buffer_store(buffer, value, list(index))
 
 
 def splat(value, lanes):

@@ -16,8 +16,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.quantization.storage import GROUP, STORAGES
+from kvq.schedules.statements import put, run
 
-from .vector import CpuIsa, for_blocks, put, run, splat
+from .vector import CpuIsa, for_blocks, splat
 
 #: Output rows of a block of weights.
 BLOCK = 16

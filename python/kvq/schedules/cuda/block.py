@@ -11,6 +11,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from kvq.schedules.statements import put, when
+
 WARP = 32
 #: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
 ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
@@ -51,38 +53,9 @@ def wait_for_rows(overlap: bool) -> None:
         T.evaluate(T.ptx["griddepcontrol.wait"]())
 
 
-def put(buffer, value, *index):
-    """Store ``value`` at ``index``: the statement that a plain function can emit."""
-    T.buffer_store(buffer, value, list(index))
-
-
-def run(start, lanes):
-    """Index of ``lanes`` consecutive elements from ``start``."""
-    return T.ramp(start, 1, lanes)
-
-
-def when(condition, body):
-    """Emit ``body()`` under a condition."""
-    with T.If(condition), T.Then():
-        body()
-
-
 def sync():
     """Wait for all threads of the block."""
     T.evaluate(T.cuda.cta_sync())
-
-
-def for_threads(count, thread, threads: int, body):
-    """Emit ``body(i)`` for every ``i`` below ``count`` (static), dealt to the block's threads."""
-    if count == threads:
-        body(thread)
-        return
-    with T.serial(-(-count // threads)) as step:
-        i = T.bind(step * threads + thread)
-        if count % threads == 0:
-            body(i)
-        else:
-            when(i < count, lambda: body(i))
 
 
 def reduce_warp(combine, value, width: int = WARP):

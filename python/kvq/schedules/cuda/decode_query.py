@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
+from kvq.schedules.statements import put
 
 from .fragments import Codes
 from .key_pairs import KeyPairs
@@ -24,7 +25,6 @@ from .mma import (
     load_global,
     load_shared,
     mul_half2,
-    put,
     store_shared,
     u32,
     warp_sync,

@@ -17,8 +17,9 @@ from tvm.script import tirx as T
 
 from kvq.runtime.philox import KEY_INCREMENTS, MULTIPLIERS, ROUNDS
 from kvq.runtime.sampler import DRAW_FIELDS, MASS_BITS
+from kvq.schedules.statements import for_threads, put, when
 
-from .block import ATTRIBUTES, WARP, for_threads, libm, put, reduce_warp, sync, when
+from .block import ATTRIBUTES, WARP, libm, reduce_warp, sync
 
 THREADS = 1024
 #: What stands for a row with a logit that is not finite.

@@ -13,9 +13,10 @@ from typing import Any
 from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, SCALE_BIAS, KVLayout
+from kvq.schedules.statements import put
 
 from .fragments import UNIT_EXPONENT, Codes
-from .mma import WARP, ballot, bytes_of, count_bits, load_shared, put, u32
+from .mma import WARP, ballot, bytes_of, count_bits, load_shared, u32
 
 #: ``scale code * 64 + this`` is the scale as an fp16 number, times 2**-14, in both halves of a word.
 _ONE_EXPONENT = 0x04000400

@@ -10,8 +10,9 @@ from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, KVLayout
 from kvq.quantization.kv_codec import MAX_ENERGY
+from kvq.schedules.statements import for_threads, put
 
-from .block import for_threads, put, sync
+from .block import sync
 
 
 def _add(a, b):

@@ -13,19 +13,9 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import append_arguments
+from kvq.schedules.statements import put, when
 
-from .block import (
-    ATTRIBUTES,
-    WARP,
-    add,
-    kernel_attributes,
-    let_next_start,
-    libm,
-    put,
-    reduce_warp,
-    wait_for_rows,
-    when,
-)
+from .block import ATTRIBUTES, WARP, add, kernel_attributes, let_next_start, libm, reduce_warp, wait_for_rows
 
 WARPS = 4
 FP16_MAX = 65504.0

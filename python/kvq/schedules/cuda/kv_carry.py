@@ -9,8 +9,9 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import carry_arguments
+from kvq.schedules.statements import for_threads, put
 
-from .block import ATTRIBUTES, for_threads, put
+from .block import ATTRIBUTES
 
 THREADS = 256
 

@@ -15,20 +15,18 @@ from tvm.script.ir_builder import tirx as builder
 from kvq.layout import SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
 from kvq.schedules.cache_arguments import seal_arguments
+from kvq.schedules.statements import for_threads, put, when
 
 from . import page_codes
 from .block import (
     WARP,
-    for_threads,
     kernel_attributes,
     let_next_start,
     positive_zero,
-    put,
     reduce_block,
     reduce_warp,
     sync,
     wait_for_rows,
-    when,
 )
 from .fragments import Codes
 from .key_widths import KeyWidths

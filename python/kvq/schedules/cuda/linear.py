@@ -16,8 +16,9 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.errors import CompileError
 from kvq.quantization.storage import STORAGES, Storage
+from kvq.schedules.statements import for_threads, put, run, when
 
-from .block import ATTRIBUTES, WARP, add, for_threads, put, reduce_warp, run, sync, when
+from .block import ATTRIBUTES, WARP, add, reduce_warp, sync
 
 THREADS = 128
 #: Outputs of a warp and rows of a block.

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .block import WARP, for_threads, kernel_attributes, let_next_start, overlaps, wait_for_rows
-from .mma import block_sync, load_global, mma, put, u32
+from kvq.schedules.statements import for_threads, put
+
+from .block import WARP, kernel_attributes, let_next_start, overlaps, wait_for_rows
+from .mma import block_sync, load_global, mma, u32
 from .products import product_func
 from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
 

@@ -19,7 +19,9 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .block import WARP, kernel_attributes, let_next_start, put, wait_for_rows, when
+from kvq.schedules.statements import put, when
+
+from .block import WARP, kernel_attributes, let_next_start, wait_for_rows
 from .mma import block_sync, copies_commit, copies_wait, emit, load_matrices, load_shared, mma, u32
 from .pointwise import activate, put_rounded
 from .products import product_func

@@ -27,11 +27,6 @@ def emit(call):
     T.evaluate(call)
 
 
-def put(buffer, value, *index):
-    """Store ``value`` at ``index``."""
-    T.buffer_store(buffer, value, list(index))
-
-
 def u32(value):
     """A uint32 constant."""
     return T.uint32(value)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
-
-from .block import for_threads, put
+from kvq.schedules.statements import for_threads, put
 
 #: Floats after each row of the keys and values: neighbouring rows use other banks.
 PAD = 4

@@ -10,8 +10,9 @@ from math import gcd
 from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE
+from kvq.schedules.statements import for_threads
 
-from .block import WARP, for_threads
+from .block import WARP
 from .fragments import CHUNK_PAIRS, Codes
 
 

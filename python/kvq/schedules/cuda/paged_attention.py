@@ -19,20 +19,10 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 from kvq.schedules.cache_arguments import attention_arguments
+from kvq.schedules.statements import put
 
 from .decode_query import DecodeQuery, QueryPlace
-from .mma import (
-    WARP,
-    copies_commit,
-    copies_wait,
-    copy_async,
-    emit,
-    load_global,
-    put,
-    shuffle,
-    u32,
-    warp_sync,
-)
+from .mma import WARP, copies_commit, copies_wait, copy_async, emit, load_global, shuffle, u32, warp_sync
 from .paged_attention_merge import Merge
 from .paged_attention_unit import UnitAttention
 

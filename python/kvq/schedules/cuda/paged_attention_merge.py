@@ -11,6 +11,8 @@ from math import gcd, sqrt
 
 from tvm.script import tirx as T
 
+from kvq.schedules.statements import put
+
 from .mma import (
     WARP,
     block_sync,
@@ -18,7 +20,6 @@ from .mma import (
     exp2,
     load_global,
     load_shared,
-    put,
     shuffle,
     shuffle_xor,
     store_global,

@@ -16,22 +16,11 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
+from kvq.schedules.statements import put
 
 from .decode_query import DecodeQuery
 from .fragments import UNIT_EXPONENT, Codes, LaneWords, odd_offset
-from .mma import (
-    any_lane,
-    bytes_of,
-    exp2,
-    half2,
-    load_global,
-    load_shared,
-    mma,
-    put,
-    shuffle_xor,
-    transpose,
-    u32,
-)
+from .mma import any_lane, bytes_of, exp2, half2, load_global, load_shared, mma, shuffle_xor, transpose, u32
 
 #: The running maximum grows when a score exceeds it by more than this (in log2), by the bits of a value code.
 #: Weights stay below 2 to its power, so that even the largest value scale times a weight is an fp16 number.

@@ -11,19 +11,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
+from kvq.schedules.statements import put, run, when
 
-from .block import (
-    WARP,
-    add,
-    kernel_attributes,
-    let_next_start,
-    libm,
-    put,
-    reduce_block,
-    run,
-    wait_for_rows,
-    when,
-)
+from .block import WARP, add, kernel_attributes, let_next_start, libm, reduce_block, wait_for_rows
 from .weight_fragments import OPERAND, operand_place
 
 #: Most threads of a row's block, and threads of a block that takes a piece of a row.

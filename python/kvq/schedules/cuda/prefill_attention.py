@@ -23,17 +23,10 @@ from kvq.layout import FRAGMENT_TILE, KVLayout
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
 from kvq.schedules.cache_arguments import SCRATCH_EXTRA, TASK_FIELDS, attention_arguments
+from kvq.schedules.statements import for_threads, put
 
-from .block import ATTRIBUTES, for_threads
-from .mma import (
-    WARP,
-    block_sync,
-    copies_commit,
-    copies_wait,
-    copy_async,
-    put,
-    u32,
-)
+from .block import ATTRIBUTES
+from .mma import WARP, block_sync, copies_commit, copies_wait, copy_async, u32
 from .paged_attention import TASK_FIELDS as DECODE_TASK_FIELDS
 from .prefill_query import PrefillQuery
 from .prefill_warp import ROWS, WARPS, Place, PrefillWarp

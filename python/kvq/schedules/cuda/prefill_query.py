@@ -10,8 +10,8 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
+from kvq.schedules.statements import for_threads
 
-from .block import for_threads
 from .fragments import Codes
 from .key_pairs import KeyPairs
 from .mma import LOG2E, WARP, bytes_of, half2, load_shared, mma, mul_half2, store_shared, u32

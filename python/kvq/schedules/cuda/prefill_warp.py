@@ -10,6 +10,7 @@ from tvm.script import tirx as T
 
 from kvq.layout import FRAGMENT_TILE, KVLayout
 from kvq.schedules.attention_variant import AttentionVariant
+from kvq.schedules.statements import put
 
 from .fragments import UNIT_EXPONENT, Codes, LaneWords, odd_offset
 from .key_pairs import KeyPairs
@@ -23,7 +24,6 @@ from .mma import (
     load_global,
     load_shared,
     mma,
-    put,
     shuffle_xor,
     store_shared,
     u32,

@@ -20,8 +20,9 @@ from kvq.layout import KVLayout
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape
 from kvq.schedules.cache_arguments import SCRATCH_EXTRA, attention_arguments
+from kvq.schedules.statements import for_threads, put, run, when
 
-from .block import ATTRIBUTES, WARP, add, for_threads, libm, put, reduce_warp, run, sync, when
+from .block import ATTRIBUTES, WARP, add, libm, reduce_warp, sync
 from .kv_append import WarpRow
 from .page_blocks import PageBlocks
 

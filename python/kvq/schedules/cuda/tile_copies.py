@@ -20,7 +20,9 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from .block import WARP, when
+from kvq.schedules.statements import when
+
+from .block import WARP
 from .mma import copy_async
 from .weight_fragments import UNIT, tiles, unit_words
 

@@ -20,9 +20,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from kvq.quantization.storage import GROUP, STORAGES
+from kvq.schedules.statements import for_threads, put, when
 
-from .block import ATTRIBUTES, WARP, for_threads, when
-from .mma import bits_or, bytes_of, emit, put, u32
+from .block import ATTRIBUTES, WARP
+from .mma import bits_or, bytes_of, emit, u32
 
 #: Outputs of a tile, inputs of a unit and products of a unit.
 TILE, UNIT, STEPS = 16, 64, 4

@@ -10,9 +10,10 @@ from tvm.script import tirx as T
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import AttentionArguments
+from kvq.schedules.statements import for_threads, put, when
 
 from .attention_tile import MERGE_THREADS
-from .block import add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
+from .block import add, launch, local, reduce_lanes, shared, sync
 from .hadamard import rotate
 
 

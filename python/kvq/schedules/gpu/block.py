@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 
 from tvm.script import tirx as T
 
+from kvq.schedules.statements import put, when
+
 #: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
 ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
 
@@ -58,22 +60,6 @@ def launch_many(count, threads: int) -> Iterator[tuple]:
         yield T.bind(T.min(y * MOST_GROUPS + x, count - 1)), thread
 
 
-def put(buffer, value, *index):
-    """Store ``value`` at ``index``: the statement that a plain function can emit."""
-    T.buffer_store(buffer, value, list(index))
-
-
-def run(start, lanes):
-    """Index of ``lanes`` consecutive elements from ``start``."""
-    return T.ramp(start, 1, lanes)
-
-
-def when(condition, body):
-    """Emit ``body()`` under a condition."""
-    with T.If(condition), T.Then():
-        body()
-
-
 def sync():
     """Wait for all threads of the workgroup, and see what they wrote to shared memory."""
     T.evaluate(T.tvm_storage_sync("shared"))
@@ -94,19 +80,6 @@ def held(value, dtype: str = "int32"):
     register = local((1,), dtype)
     put(register, value, 0)
     return T.bind(register[0])
-
-
-def for_threads(count: int, thread, threads: int, body):
-    """Emit ``body(i)`` for every ``i`` below ``count`` (static), dealt to the workgroup's threads."""
-    if count == threads:
-        body(thread)
-        return
-    with T.serial(-(-count // threads)) as step:
-        i = T.bind(step * threads + thread)
-        if count % threads == 0:
-            body(i)
-        else:
-            when(i < count, lambda: body(i))
 
 
 def add(a, b):

@@ -7,7 +7,9 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from .block import ATTRIBUTES, for_threads, launch, put
+from kvq.schedules.statements import for_threads, put
+
+from .block import ATTRIBUTES, launch
 from .limits import GpuLimits
 from .stored_weight import VECTOR, declare_weight
 

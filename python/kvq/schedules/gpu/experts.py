@@ -11,7 +11,9 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from .block import ATTRIBUTES, launch, local, put, when
+from kvq.schedules.statements import put, when
+
+from .block import ATTRIBUTES, launch, local
 from .limits import GpuLimits
 from .linear_rows import multiply_rows, rows_tuning
 from .stored_weight import declare_weight

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from .block import for_threads, local, put, sync
+from kvq.schedules.statements import for_threads, put
+
+from .block import local, sync
 
 #: Butterflies of two that a thread does at once: their numbers stay in its registers.
 _STAGES = 3

@@ -14,8 +14,9 @@ from tvm.script.ir_builder import tirx as builder
 
 from kvq.layout import KVLayout
 from kvq.schedules.cache_arguments import append_arguments
+from kvq.schedules.statements import for_threads, put, when
 
-from .block import ATTRIBUTES, add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
+from .block import ATTRIBUTES, add, launch, local, reduce_lanes, shared, sync
 from .hadamard import rotate
 from .limits import GpuLimits
 

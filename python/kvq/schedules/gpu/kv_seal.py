@@ -14,19 +14,9 @@ from tvm.script.ir_builder import tirx as builder
 from kvq.layout import CODES_PER_CHUNK, K_LANES, SCALE_MIN_EXPONENT, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
 from kvq.schedules.cache_arguments import SealArguments, seal_arguments
+from kvq.schedules.statements import for_threads, put, when
 
-from .block import (
-    ATTRIBUTES,
-    for_threads,
-    held,
-    launch,
-    local,
-    put,
-    reduce_lanes,
-    shared,
-    sync,
-    when,
-)
+from .block import ATTRIBUTES, held, launch, local, reduce_lanes, shared, sync
 from .halves import float_to_half, half_to_float, round_even
 from .key_widths import KeyWidths
 from .limits import GpuLimits

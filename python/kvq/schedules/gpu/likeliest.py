@@ -7,7 +7,9 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from .block import ATTRIBUTES, for_threads, launch, local, put, shared, sync, when
+from kvq.schedules.statements import for_threads, put, when
+
+from .block import ATTRIBUTES, launch, local, shared, sync
 from .limits import GpuLimits
 
 #: What stands for a row with a logit that is not finite.

@@ -7,7 +7,9 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from .block import ATTRIBUTES, launch, put, when
+from kvq.schedules.statements import put, when
+
+from .block import ATTRIBUTES, launch
 from .limits import GpuLimits
 from .linear_rows import FEW_ROWS, multiply_rows, rows_tuning
 from .linear_tiles import multiply_tiles

@@ -13,7 +13,9 @@ from functools import partial
 
 from tvm.script import tirx as T
 
-from .block import add, for_threads, launch, local, put, reduce_lanes, shared, sync, when
+from kvq.schedules.statements import for_threads, put, when
+
+from .block import add, launch, local, reduce_lanes, shared, sync
 from .limits import GpuLimits
 from .stored_weight import VECTOR, StoredWeight, code_shift
 

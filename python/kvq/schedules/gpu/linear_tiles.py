@@ -12,7 +12,9 @@ from functools import partial
 
 from tvm.script import tirx as T
 
-from .block import for_threads, launch, local, put, shared, sync, when
+from kvq.schedules.statements import for_threads, put, when
+
+from .block import launch, local, shared, sync
 from .stored_weight import VECTOR, StoredWeight
 
 #: Threads of a workgroup, along its outputs and its rows.

@@ -12,9 +12,10 @@ from tvm.script import tirx as T
 
 from kvq.layout import BASE_BITS, CODES_PER_CHUNK, KVLayout
 from kvq.quantization.kv_codec import EXPONENT_OFFSET
+from kvq.schedules.statements import for_threads, put
 
 from .attention_tile import LANES, THREADS, Team, Tile
-from .block import for_threads, held, put, shared
+from .block import held, shared
 from .halves import half_of, half_to_float, halves_to_floats
 from .page_codes import code_number, whole_codes
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from tvm.script import tirx as T
 
 from kvq.schedules.attention_variant import AttentionVariant
+from kvq.schedules.statements import put, when
 
 from .attention_tile import LANES, Team, Tile
-from .block import held, local, put, shared, sync, when
+from .block import held, local, shared, sync
 from .halves import half_of, half_to_float
 from .page_keys import KeyScores
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from kvq.layout import CODES_PER_CHUNK
+from kvq.schedules.statements import put
 
 from .attention_tile import LANES, Team, Tile
-from .block import held, local, put
+from .block import held, local
 from .halves import halves_to_floats
 from .page_codes import lowest_number, whole_codes
 

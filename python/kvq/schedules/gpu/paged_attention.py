@@ -19,10 +19,11 @@ from kvq.layout import KVLayout
 from kvq.schedules.attention_variant import AttentionVariant
 from kvq.schedules.backend import AttentionShape
 from kvq.schedules.cache_arguments import SCRATCH_EXTRA, AttentionArguments, attention_arguments
+from kvq.schedules.statements import for_threads, put, when
 
 from .attention_merge import merge_rows
 from .attention_tile import LANES, TEAMS, THREADS, Team, Tile, make_tile
-from .block import ATTRIBUTES, for_threads, held, launch, local, put, sync, when
+from .block import ATTRIBUTES, held, launch, local, sync
 from .hadamard import rotate
 from .limits import GpuLimits
 from .page_keys import KeyScales, KeyScores

@@ -8,8 +8,9 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
 from kvq.schedules.gelu import GELU_CUBIC, GELU_SCALE
+from kvq.schedules.statements import for_threads, put, when
 
-from .block import ATTRIBUTES, add, for_threads, launch, launch_many, local, put, reduce_lanes, shared, when
+from .block import ATTRIBUTES, add, launch, launch_many, local, reduce_lanes, shared
 from .limits import GpuLimits
 
 _THREADS = 256

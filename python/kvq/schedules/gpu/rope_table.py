@@ -14,7 +14,9 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as builder
 
-from .block import ATTRIBUTES, launch, put, shared, sync, when
+from kvq.schedules.statements import put, when
+
+from .block import ATTRIBUTES, launch, shared, sync
 from .limits import GpuLimits
 
 _THREADS = 128
