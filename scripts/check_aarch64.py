@@ -34,7 +34,7 @@ PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5, 6,", "Water boils at a te
 #: Two logits closer than this may change places through rounding alone.
 MARGIN = 1e-3
 #: Limits of both libraries.
-OVERRIDES = "context_window_size=256;prefill_chunk_size=16;max_batch_size=1"
+OVERRIDES = "context_window_size=256;prefill_chunk_size=32;max_batch_size=1"
 
 
 def greedy(weights: Path, library: Path, prompts: list[int], count: int) -> list[dict[str, Any]]:

@@ -25,18 +25,18 @@ def layout_of(k_bits, v_bits, dim=64, heads=1, page=32, **options) -> KVLayout:
 #: of layer, page sizes, ratios and head_dims from end to end are here at least once.
 CASES = [
     (layout_of(4, 4, heads=2, page=64), 3, PLAIN),
-    (layout_of(None, 8, 128), 8, AttentionVariant(window=64)),
-    (layout_of(3, 2, 256), 1, PLAIN),
-    (layout_of(2, None, 96), 16, AttentionVariant(softcap=4.0, sinks=True)),
-    (layout_of(8, 3, 80, page=128), 4, AttentionVariant(window=33, softcap=4.0)),
-    (layout_of(None, None, 192, heads=2, row_dtype="float32"), 2, AttentionVariant(window=31, sinks=True)),
+    (layout_of(None, 8, 256), 1, AttentionVariant(window=64)),
+    (layout_of(3, 2, 128), 8, PLAIN),
+    (layout_of(2, None, 96), 4, AttentionVariant(softcap=4.0, sinks=True)),
+    (layout_of(8, 3, 80, page=128), 2, AttentionVariant(window=33, softcap=4.0)),
+    (layout_of(None, None, row_dtype="float32"), 16, AttentionVariant(window=31, sinks=True)),
 ]
 #: Pairs of widths, other head_dims and ratios, for the backend that is compiled and run in the least time.
 CPU_CASES = [
-    (layout_of(None, None, 72), 5, PLAIN),
+    (layout_of(None, None, 192, heads=2), 5, PLAIN),
     (layout_of(3, 3, 112), 6, PLAIN),
-    (layout_of(2, 2, 64), 2, PLAIN),
-    (layout_of(8, 8, 64), 1, PLAIN),
+    (layout_of(2, 2, 72, page=64), 2, PLAIN),
+    (layout_of(8, 8, 256), 1, PLAIN),
 ]
 
 

@@ -36,6 +36,7 @@ def missing() -> str | None:
 def _adapter(wgpu: Any) -> Any:
     if os.path.exists(_LAVAPIPE):
         os.environ.setdefault("VK_DRIVER_FILES", _LAVAPIPE)
+        os.environ.setdefault("GALLIVM_PERF", "nopt")  # most of the time of a test is its compiler's
     for adapter in wgpu.gpu.enumerate_adapters_sync():
         if adapter.info["backend_type"] == "Vulkan" and "shader-f16" in adapter.features:
             return adapter

@@ -13,7 +13,7 @@ import struct
 import subprocess
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from tvm import tirx
@@ -57,7 +57,8 @@ class MslKernel:
                 "int main() { return msl::serve(functions); }\n",
             ]
         )
-        directory = Path(mkdtemp(prefix="kvq-msl-"))
+        self._directory = TemporaryDirectory(prefix="kvq-msl-")  # as long as the kernel
+        directory = Path(self._directory.name)
         code, self._program = directory / "kernel.cpp", directory / "kernel"
         code.write_text(program)
         command = [_compiler() or "g++", *_FLAGS, "-o", self._program, code]
