@@ -212,6 +212,21 @@ def test_pages_of_the_modes(options: dict[str, Any], sequences: int, tokens: int
     assert (shape.num_open, plan.max_tokens) == (sequences, tokens)
 
 
+def test_pools_of_pages_are_tensors_that_the_device_can_have() -> None:
+    """Half of what the budget leaves room for; without a limit the same budget has more of both kinds."""
+    layout = kv_layout(PRESETS["llama-3-8b"], *resolve("q4f16kv"))
+    common: dict[str, Any] = {"budget": 16 * 2**30, "max_batch_size": 512}
+    free, _ = fit("llama-3-8b", "q4f16kv", **common)
+    largest = free.num_open * layout.open_page_bytes // 2
+    shape, plan = fit("llama-3-8b", "q4f16kv", **common, largest_tensor=largest)
+    assert plan.kv_sealed_bytes <= largest < plan.kv_sealed_bytes + layout.page_bytes
+    assert plan.kv_open_bytes <= largest and shape.num_open < free.num_open
+    some, _ = fit("llama-3-8b", "q4f16kv", max_num_sequence=20, largest_tensor=200 * layout.page_bytes)
+    assert (some.num_pages, some.num_open) == (200, 20)
+    with pytest.raises(OutOfMemoryError, match=r"8192 tokens take .* but a tensor of the device has at most"):
+        fit("llama-3-8b", "q4f16kv", largest_tensor=127 * layout.page_bytes)
+
+
 def test_what_cannot_be_fitted_is_refused() -> None:
     with pytest.raises(OutOfMemoryError, match="weights_bytes"):
         fit("llama-3-8b", "q4f16kv", budget=2**30)

@@ -265,6 +265,7 @@ def fit_cache(
     scratch_slots: int = SCRATCH_SLOTS,
     step_bytes: int | None = None,
     device_bytes: int = 0,
+    largest_tensor: int | None = None,
 ) -> tuple[CacheShape, MemoryPlan]:
     """Balance open pages (sequences at once) against sealed ones, and plan the result.
 
@@ -284,13 +285,15 @@ def fit_cache(
         Whether the pool takes all of the budget, even beyond a whole context of every sequence.
     scratch_slots, step_bytes, device_bytes : int
         As of :func:`plan_cache`.
+    largest_tensor : int, optional
+        Bytes of the largest tensor that the device can have. Sealed pages are one tensor, open ones another.
 
     Raises
     ------
     ConfigError
         If the mode is unknown or ``max_num_sequence`` is outside what the library allows.
     OutOfMemoryError
-        If not even one whole context fits the budget.
+        If not even one whole context fits the budget, or a tensor of the device.
     """
     if mode not in MODES:
         raise ConfigError(f"--mode {mode!r} is unknown: use {', '.join(MODES)}")
@@ -303,6 +306,19 @@ def fit_cache(
         most_pages(layout.page_size, model.cache_window, tokens, prefill_chunk_size)
         for tokens in (context_window_size, min(context_window_size, TYPICAL_TOKENS))
     )
+
+    if largest_tensor is not None:
+        sealed = context_pages * layout.page_bytes
+        if largest_tensor < sealed:
+            raise OutOfMemoryError(
+                f"{context_window_size} tokens take {format_bytes(sealed)} of sealed pages, but a tensor of "
+                f"the device has at most {format_bytes(largest_tensor)}: lower it with --context-window-size "
+                "or fewer bits (--kv-quantization)"
+            )
+        max_batch_size = max(1, min(max_batch_size, largest_tensor // layout.open_page_bytes))
+
+    def within(pages: int) -> int:
+        return pages if largest_tensor is None else min(pages, largest_tensor // layout.page_bytes)
 
     def planned(sequences: int, pages: int) -> tuple[CacheShape, MemoryPlan]:
         shape = CacheShape.for_limits(
@@ -329,11 +345,11 @@ def fit_cache(
 
     if budget is None:
         sequences = max_num_sequence or min(max_batch_size, 1 if mode == "interactive" else _LOCAL_SEQUENCES)
-        return planned(sequences, needed(sequences))
+        return planned(sequences, within(needed(sequences)))
 
     def pages_left(sequences: int) -> int:
         rest = planned(sequences, 1)[1].total_bytes - layout.page_bytes
-        return (budget - rest) // layout.page_bytes
+        return within((budget - rest) // layout.page_bytes)
 
     sequences = max_num_sequence or 1
     if max_num_sequence is None and mode != "interactive":

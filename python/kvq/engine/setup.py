@@ -117,6 +117,7 @@ def set_up(
         scratch_slots=meta.scratch_slots,
         step_bytes=None if options.device == "cpu" else meta.step_bytes,
         device_bytes=memory.overhead(used) if memory else 0,
+        largest_tensor=library.device.largest_tensor,
     )
     chunk = min(chunk, context * shape.num_open)
     logger.info("memory plan: %s", describe_plan(plan, shape))

@@ -76,6 +76,11 @@ class Device:
             return int(tvm_ffi.get_global_func("runtime.NumThreads")())
         return int(self.handle.multi_processor_count)
 
+    @property
+    def largest_tensor(self) -> int | None:
+        """Bytes of the largest tensor that kernels can be given; None where memory is the only limit."""
+        return vulkan.largest_tensor(self.handle.index) if self.kind == "vulkan" else None
+
     def check_library(self, module: Any, path: str) -> None:
         """Refuse a library whose kernels the device cannot run.
 

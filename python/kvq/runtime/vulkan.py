@@ -43,6 +43,11 @@ def find_device(name: str) -> int:
     return number
 
 
+def largest_tensor(number: int) -> int:
+    """Bytes of the largest buffer that a device binds (``maxStorageBufferRange``)."""
+    return int(_backend("vulkan").limits(number)["buffer_bytes"])
+
+
 def check_library(module: Any, number: int, path: str) -> None:
     """Refuse a library whose kernels a device cannot run.
 
