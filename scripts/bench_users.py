@@ -36,12 +36,13 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run the requests on the library."""
     from kvq.engine.core import EngineCore
     from kvq.engine.request import Request
-    from kvq.memory import fit_cache, parse_size
+    from kvq.memory import fit_cache
     from kvq.runtime.gpu_memory import GpuMemory
     from kvq.runtime.library import Library
     from kvq.runtime.loaded_model import LoadedModel
     from kvq.runtime.random_params import random_params
     from kvq.runtime.sampler import SamplingParams
+    from kvq.sizes import parse_size
 
     memory = GpuMemory()
     before = memory.used

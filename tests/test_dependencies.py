@@ -16,7 +16,7 @@ ROOT = Path(kvq.__file__).parent
 
 #: Units (modules and packages directly under ``kvq``) by storey. A unit uses its own storey and those below.
 STOREYS = (
-    {"errors", "cache_dir", "cpu_features", "gpu_features", "version", "__init__"},
+    {"errors", "cache_dir", "cpu_features", "gpu_features", "sizes", "version", "__init__"},
     {"layout", "config", "presets"},
     {"model", "loader", "quantization", "passes", "schedules", "runtime", "tokenizer"},
     {

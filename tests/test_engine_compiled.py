@@ -17,11 +17,12 @@ from kvq.config import ChatConfig
 from kvq.convert import convert_weight
 from kvq.engine import Engine
 from kvq.errors import CacheError, KvqError, LibraryError, OutOfMemoryError
-from kvq.memory import parse_size, plan_memory
+from kvq.memory import plan_memory
 from kvq.quantization.scheme import resolve
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel, load_model
 from kvq.runtime.metadata import Metadata
+from kvq.sizes import parse_size
 
 CONTEXT, CHUNK, BATCH = 448, 192, 8
 

@@ -16,9 +16,7 @@ from kvq.memory import (
     MemoryPlan,
     available_memory,
     fit_cache,
-    format_bytes,
     kv_layout,
-    parse_size,
     plan_memory,
     weights_bytes,
 )
@@ -26,6 +24,7 @@ from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
 from kvq.runtime import gpu_memory
 from kvq.runtime.cache_shape import CacheShape, logit_bytes, logit_room
+from kvq.sizes import format_bytes, parse_size
 
 MIB = 2**20
 

@@ -8,7 +8,6 @@ on a CPU, where only what is touched counts, an upper estimate of what a step ho
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kvq.runtime.cache_shape import (
     scratch_bytes,
 )
 from kvq.runtime.gpu_memory import HEADROOM
+from kvq.sizes import format_bytes
 
 #: Rows of a weight matrix that the kernels keep together.
 ROW_BLOCK = 16
@@ -41,8 +41,6 @@ TYPICAL_TOKENS = 2048
 _LOCAL_SEQUENCES = 4
 
 _ITEMSIZE = {"float32": 4, "float16": 2, "uint32": 4}
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 #: The flag that lowers each term.
 _REMEDIES = {
@@ -394,25 +392,3 @@ def _read(path: str) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
-
-
-def parse_size(text: str) -> int:
-    """Bytes of ``48GB`` (powers of 1000), ``44.7GiB`` (of 1024) or ``48000000000``.
-
-    Raises
-    ------
-    ConfigError
-        If the text is no size.
-    """
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kmgt]i?)?b?\s*", text.lower())
-    if match is None or float(match[1]) == 0:
-        raise ConfigError(f"{text!r} is not a size: use for example 48GB or 44.7GiB")
-    return int(float(match[1]) * {**_UNITS, **_BINARY_UNITS}[match[2] or ""])
-
-
-def format_bytes(count: int) -> str:
-    """Bytes for people: ``272.0 MiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} B"

@@ -226,7 +226,7 @@ def _interruptible() -> Iterator[list[bool]]:
 
 def describe_stats(engine: Engine) -> str:
     """What the last answer cost, and what the cache holds."""
-    from kvq.memory import format_bytes
+    from kvq.sizes import format_bytes
 
     stats, now, layout = engine.last_request, engine.stats(), engine.model.layout
     lines = [

@@ -58,7 +58,7 @@ def print_costs(engine: Engine) -> None:
     from dataclasses import replace
 
     from kvq.cli.tables import print_table
-    from kvq.memory import format_bytes
+    from kvq.sizes import format_bytes
 
     layout, context = engine.model.layout, engine.context_window_size
     plain = replace(layout, k_bits=None, v_bits=None, row_dtype="float16")

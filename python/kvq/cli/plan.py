@@ -59,8 +59,9 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
     from kvq.gen_config import DEFAULT_BATCH
-    from kvq.memory import device_costs, fit_cache, kv_layout, parse_size, plan_memory
+    from kvq.memory import device_costs, fit_cache, kv_layout, plan_memory
     from kvq.runtime.cache_shape import unread_bytes
+    from kvq.sizes import parse_size
 
     model, weights, kv = _find(args.model, args.quantization, args.kv_quantization)
     context = args.context_window_size or model.max_position_embeddings
@@ -151,7 +152,7 @@ def _sequences_that_fit(
 
 def _print(title: str, fields: dict[str, Any]) -> None:
     from kvq.cli.tables import print_table
-    from kvq.memory import format_bytes
+    from kvq.sizes import format_bytes
 
     names = {
         "weights_bytes": "weights",

@@ -11,7 +11,7 @@ from typing import Any
 from kvq.config import ChatConfig
 from kvq.engine.core import EngineCore
 from kvq.errors import ConfigError, LibraryError
-from kvq.memory import MemoryPlan, available_memory, fit_cache, format_bytes, parse_size
+from kvq.memory import MemoryPlan, available_memory, fit_cache
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.device import Device
@@ -19,6 +19,7 @@ from kvq.runtime.gpu_memory import GpuMemory
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel, checked_limits
 from kvq.runtime.metadata import Metadata
+from kvq.sizes import format_bytes, parse_size
 from kvq.tokenizer import Tokenizer
 
 logger = logging.getLogger("kvq")
