@@ -20,7 +20,7 @@ export KVQ_KERNELS="$kernels"
 failed=0
 # without TVM's compiler only the tests of kernels that are compiled already can be collected
 tests=(tests)
-[[ -z "${1:-}" ]] || tests=(tests/test_cuda_attention_gpu.py tests/test_cuda_kernels.py)
+[[ -z "${1:-}" ]] || tests=(tests/test_cuda_attention_gpu.py tests/test_cuda_kernels.py tests/test_cuda_experts.py)
 
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader
 

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import tvm
 
-from kernel_rig import CacheKernels, CacheRig, on_tensors
+from kernel_rig import CacheKernels, CacheRig, on_tensors, random_rows
 from kvq.errors import LibraryError
 from kvq.layout import KVLayout
+from kvq.quantization.storage import STORAGES, pack_codes
 from kvq.runtime.device import Device
 from kvq.schedules.attention_variant import AttentionVariant
 
@@ -36,6 +37,18 @@ def gpu() -> Any:
 
 def tensor(array: np.ndarray) -> tvm.runtime.Tensor:
     return tvm.runtime.tensor(np.ascontiguousarray(array), gpu())
+
+
+def stored_weight(
+    n_out: int, k: int, kind: str, rng: np.random.Generator
+) -> tuple[list[tvm.runtime.Tensor], np.ndarray]:
+    """A weight's tensors as stored, and what they stand for: ``float32[n_out, k]``."""
+    if STORAGES[kind].bits is not None:
+        rows = random_rows(n_out, k, kind)
+        parts = [pack_codes(rows.codes, STORAGES[kind].bits), rows.scale, rows.offset]
+        return [tensor(x) for x in parts if x is not None], rows.dequantized()
+    weight = (rng.standard_normal((n_out, k)) / k**0.5).astype(np.float32)
+    return [tensor(weight.astype(kind))], weight.astype(kind).astype(np.float32)
 
 
 @cache
@@ -111,9 +124,10 @@ def _on_gpu(func: Any, *arguments: Any) -> None:
 if __name__ == "__main__":
     os.environ["KVQ_KERNELS"] = sys.argv[1]
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    import test_cuda_experts
     from test_cuda_kernels import NEEDED, RIGS
 
-    for name, *arguments in NEEDED:
+    for name, *arguments in (*NEEDED, *test_cuda_experts.NEEDED):
         path = _path(name, tuple(arguments), "so")
         if not path.exists():
             build(path, name, tuple(arguments), *sys.argv[2:])

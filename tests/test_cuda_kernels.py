@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuda_rig import CudaCacheRig, gpu, kernel, tensor
-from kernel_rig import gated, random_rows, relative_error
+from cuda_rig import CudaCacheRig, gpu, kernel, stored_weight, tensor
+from kernel_rig import gated, relative_error
 from kvq.layout import KVLayout
 from kvq.quantization import kv_codec
-from kvq.quantization.storage import STORAGES, pack_codes
 from kvq.runtime.sampler import Sampler, SamplingParams
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
@@ -195,16 +194,6 @@ def test_rope_table_is_accurate_far_from_the_start():
     angle = (positions[:, None].astype(np.float32) * frequency).astype(np.float64)
     expected = 1.5 * np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
     np.testing.assert_allclose(out.numpy(), expected, atol=3e-7)
-
-
-def stored_weight(n_out: int, k: int, kind: str, rng: np.random.Generator):
-    """A weight's tensors as stored, and what they stand for."""
-    if STORAGES[kind].bits is not None:
-        rows = random_rows(n_out, k, kind)
-        parts = [pack_codes(rows.codes, STORAGES[kind].bits), rows.scale, rows.offset]
-        return [tensor(x) for x in parts if x is not None], rows.dequantized()
-    weight = (rng.standard_normal((n_out, k)) / k**0.5).astype(np.float32)
-    return [tensor(weight.astype(kind))], weight.astype(kind).astype(np.float32)
 
 
 @pytest.mark.parametrize(("n_out", "k", "kind"), LINEAR)

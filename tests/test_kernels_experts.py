@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from expert_cases import NUM, ROWS, TOP, chosen_experts, expected_routing, routing_logits
 from kernel_backends import CPU, CpuBackend
 from kernel_rig import relative_error
 from kernel_weights import Weight
@@ -12,28 +13,14 @@ from kvq.compiler.target import cpu_target
 from kvq.errors import CompileError
 from kvq.schedules.cpu import experts
 
-ROWS = 70
-NUM, TOP = 5, 2
-
-
-def chosen_experts(rng: np.random.Generator) -> np.ndarray:
-    """Two different experts for each row; expert 3 is never chosen."""
-    used = [0, 1, 2, 4]
-    return np.stack([rng.permutation(used)[:TOP] for _ in range(ROWS)]).astype(np.int32)
-
 
 @pytest.mark.parametrize(("num", "top", "normalize"), [(5, 2, True), (130, 8, False)])
 def test_routing(num: int, top: int, normalize: bool) -> None:
-    logits = (4 * np.random.default_rng(0).standard_normal((ROWS, num))).astype(np.float32)
-    logits[3] = 1.5  # of equal ones the first
-    logits[4, 1:] = -200  # the others underflow
+    logits = routing_logits(num)
     weights, chosen = np.full((ROWS, top), 77, np.float32), np.full((ROWS, top), 77, np.int32)
     CPU.build(experts.route_experts(num, top, normalize))(logits, weights, chosen)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :top]
+    expected, order = expected_routing(logits, top, normalize)
     np.testing.assert_array_equal(chosen, order)
-    likelihood = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True))
-    expected = np.take_along_axis(likelihood, order, axis=1)
-    expected /= (expected if normalize else likelihood).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(weights, expected, rtol=2e-6, atol=1e-30)
 
 
