@@ -177,7 +177,7 @@ def test_a_product_is_gated_where_the_backend_does_that(bias):
     mod, params, _ = Gated().export_tvm(
         spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
     )
-    kernels = CudaKernels(("sm_90a",), tensor_cores=True)
+    kernels = CudaKernels(("sm_90a",), "float16")
     plan = WeightPlan(kernels)
     for name, param in params:
         shape = tuple(int(s) for s in param.shape)

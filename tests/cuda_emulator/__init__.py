@@ -25,13 +25,19 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("c++")
 
 
+def _operand(text: str) -> str:
+    """The type of an instruction's halves, as ``simt.h`` names it."""
+    return "nv_bfloat16" if ".bf16" in text else "half"
+
+
 def _translate(match: re.Match[str]) -> str:
     """One instruction as a call."""
     text = match[1].rstrip(";")
     operands = re.findall(r'"=?\+?[a-z]"\((\w+)\)', match[2] + match[3])
     if product := re.search(r"wgmma\.mma_async\S* \{([^}]*)\}, \{([^}]*)\}, (%\d+)", text):
         sums, a, b = ([operands[int(i)] for i in re.findall(r"%(\d+)", part)] for part in product.groups())
-        return f"simt::start_product({{{', '.join('&' + name for name in sums)}}}, {', '.join([*a, *b])});"
+        operands = f"{{{', '.join('&' + name for name in sums)}}}, {', '.join([*a, *b])}"
+        return f"simt::start_product<{_operand(text)}>({operands});"
 
     def named(part: str) -> str:
         return re.sub(r"%(\d+)", lambda m: operands[int(m[1])], part)
@@ -75,7 +81,7 @@ def _translate(match: re.Match[str]) -> str:
     if parts[0] == "atom":
         return f"int* p = (int*){addresses[0]}; {values[0]} = *p; *p += {values[1]};"
     simple = {
-        "mma": "simt::mma({});",
+        "mma": f"simt::mma<{_operand(text)}>({{}});",
         "movmatrix": "simt::transpose({});",
         "prmt": "simt::pick_bytes({});",
         "mov": "{} = {};",
@@ -88,13 +94,15 @@ def _translate(match: re.Match[str]) -> str:
     if opcode.startswith("ex2"):
         return f"{values[0]} = exp2f({values[1]});"
     if opcode == "cvt.rn.f16x2.f32":
-        return f"{values[0]} = simt::as_word({values[2]}, {values[1]});"
-    halves = {"mul.rn.f16x2": "{1} * {2}", "sub.rn.f16x2": "{1} - {2}", "fma.rn.f16x2": "{1} * {2} + {3}"}
-    if opcode in halves:
+        return f"{values[0]} = simt::as_word<half>({values[2]}, {values[1]});"
+    pairs = {"mul": "{1} * {2}", "sub": "{1} - {2}", "fma": "{1} * {2} + {3}"}
+    if parts[0] in pairs and parts[1] == "rn" and parts[2] in ("f16x2", "bf16x2"):
+        kind = _operand(text)
         low, high = (
-            halves[opcode].format(*[f"simt::as_float({value}, {i})" for value in values]) for i in range(2)
+            pairs[parts[0]].format(*[f"simt::as_float<{kind}>({value}, {i})" for value in values])
+            for i in range(2)
         )
-        return f"{values[0]} = simt::as_word({low}, {high});"
+        return f"{values[0]} = simt::as_word<{kind}>({low}, {high});"
     raise NotImplementedError(text)
 
 

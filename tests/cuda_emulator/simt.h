@@ -22,6 +22,22 @@ struct half {
   operator float() const { return _cvtsh_ss(bits); }
 };
 
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  nv_bfloat16(float x) {  // to even
+    uint32_t word;
+    memcpy(&word, &x, 4);
+    bits = x != x ? 0x7fff : uint16_t((word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  operator float() const {
+    uint32_t word = uint32_t(bits) << 16;
+    float x;
+    memcpy(&x, &word, 4);
+    return x;
+  }
+};
+
 struct alignas(8) uint2 {
   uint x, y;
 };
@@ -33,6 +49,7 @@ struct alignas(16) float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline half __float2half_rn(float x) { return half(x); }
+inline nv_bfloat16 __float2bfloat16_rn(float x) { return nv_bfloat16(x); }
 
 #define CUDART_INF_F INFINITY
 #define __forceinline__ inline
@@ -54,6 +71,7 @@ struct Product {
   std::vector<float*> sums;
   uint32_t a[4][4];  // of the lanes with the same rows
   uint64_t b;
+  float (*as_float)(uint32_t, int);  // of the operands' type
 };
 
 typedef std::deque<std::vector<Product>> Products;  // groups of wgmma of a thread; the last one is open
@@ -96,9 +114,16 @@ inline Exchange& exchange(const uint32_t* words, int count) {
   return e;
 }
 
-inline float as_float(uint32_t word, int i) { return _cvtsh_ss(uint16_t(word >> (16 * i))); }
-inline uint32_t as_word(float low, float high) {
-  return uint32_t(_cvtss_sh(low, 0)) | uint32_t(_cvtss_sh(high, 0)) << 16;
+// The halves of a word, of type T: half or nv_bfloat16.
+template <typename T>
+float as_float(uint32_t word, int i) {
+  T value;
+  value.bits = uint16_t(word >> (16 * i));
+  return value;
+}
+template <typename T>
+uint32_t as_word(float low, float high) {
+  return uint32_t(T(low).bits) | uint32_t(T(high).bits) << 16;
 }
 
 inline uchar* at_shared(uint32_t address, size_t size, int of) {
@@ -155,8 +180,9 @@ inline void copy_wait(size_t pending) {
   }
 }
 
-inline void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
+template <typename T>
+void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+         uint32_t b0, uint32_t b1, float c0, float c1, float c2, float c3) {
   uint32_t words[6] = {a0, a1, a2, a3, b0, b1};
   Exchange& e = exchange(words, 6);
   int g = current % 32 / 4, c = current % 4;
@@ -165,8 +191,8 @@ inline void mma(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_
     int row = i / 2, column = 2 * c + i % 2;
     for (int k = 0; k < 16; k++) {
       int lane = k % 8 / 2, upper = k / 8;
-      float a = as_float(e.words[4 * g + lane][row + 2 * upper], k % 2);
-      float b = as_float(e.words[4 * column + lane][4 + upper], k % 2);
+      float a = as_float<T>(e.words[4 * g + lane][row + 2 * upper], k % 2);
+      float b = as_float<T>(e.words[4 * column + lane][4 + upper], k % 2);
       d[i] += a * b;
     }
   }
@@ -181,10 +207,11 @@ inline void load_matrices(uint32_t address, uint32_t& d0, uint32_t& d1, uint32_t
   for (int i = 0; i < 4; i++) memcpy(out[i], at_shared(e.words[8 * i + lane / 4][0] + lane % 4 * 4, 4), 4);
 }
 
-inline void start_product(std::vector<float*> sums, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
+template <typename T>
+void start_product(std::vector<float*> sums, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
   uint32_t words[4] = {a0, a1, a2, a3};
   Exchange& e = exchange(words, 4);
-  Product product{sums, {}, b};
+  Product product{sums, {}, b, as_float<T>};
   for (int i = 0; i < 4; i++) memcpy(product.a[i], e.words[current % 32 / 4 * 4 + i], 16);
   products[current].back().push_back(product);
 }
@@ -199,7 +226,7 @@ inline void finish(const Product& p) {
       uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
       uint16_t bits;
       memcpy(&bits, at_shared(address ^ (address >> 7 & 7) << 4, 2), 2);
-      *p.sums[i] += as_float(p.a[k % 8 / 2][half + k / 8 * 2], k % 2) * _cvtsh_ss(bits);
+      *p.sums[i] += p.as_float(p.a[k % 8 / 2][half + k / 8 * 2], k % 2) * p.as_float(bits, 0);
     }
   }
 }

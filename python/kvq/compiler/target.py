@@ -143,14 +143,14 @@ class CudaTarget:
     ----------
     archs : tuple of str
         Architectures with machine code in the library, oldest first.
-    tensor_cores : bool
-        Whether products round activations to fp16.
+    activations : str
+        What products take: ``float16`` or ``bfloat16``, on tensor cores, or ``float32``.
     host : dict
         What TVM's ``Target`` takes for the CPU that launches kernels.
     """
 
     archs: tuple[str, ...]
-    tensor_cores: bool = False
+    activations: str = "float32"
     host: dict[str, Any] = field(default_factory=lambda: {"kind": "llvm"})
 
     features = ()
@@ -159,7 +159,7 @@ class CudaTarget:
     def kernels(self) -> Kernels:
         from kvq.schedules.cuda.backend import CudaKernels
 
-        return CudaKernels(self.archs, self.tensor_cores)
+        return CudaKernels(self.archs, self.activations)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -195,8 +195,10 @@ class CudaTarget:
         return pack_imports(self.archs)
 
 
-def cuda_target(archs: str | None = None, tensor_cores: bool = False) -> CudaTarget:
+def cuda_target(archs: str | None = None, activations: str = "float32") -> CudaTarget:
     """The GPUs of ``--cuda-arch``; by default those of this machine, or :data:`DEFAULT_CUDA_ARCHS`.
+
+    ``activations`` is what products take, as :class:`CudaTarget` says.
 
     Raises
     ------
@@ -204,7 +206,7 @@ def cuda_target(archs: str | None = None, tensor_cores: bool = False) -> CudaTar
         For a name that is no architecture, or one without the instructions the kernels need.
     """
     if archs is None:
-        return CudaTarget(cuda_archs() or DEFAULT_CUDA_ARCHS, tensor_cores)
+        return CudaTarget(cuda_archs() or DEFAULT_CUDA_ARCHS, activations)
     found: dict[str, int] = {}
     for name in archs.split(","):
         matched = re.fullmatch(r"sm_(\d{2,3})[af]?", name.strip())
@@ -214,11 +216,16 @@ def cuda_target(archs: str | None = None, tensor_cores: bool = False) -> CudaTar
                 f"e.g. {','.join(DEFAULT_CUDA_ARCHS)}"
             )
         found[name.strip()] = int(matched.group(1))
-    return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))), tensor_cores)
+    return CudaTarget(tuple(sorted(found, key=lambda name: (found[name], name))), activations)
 
 
 def target_for(
-    device: str, opt: str, cuda_arch: str | None = None, host: Host | None = None, mcpu: str | None = None
+    device: str,
+    opt: str,
+    cuda_arch: str | None = None,
+    host: Host | None = None,
+    mcpu: str | None = None,
+    activations: str = "float16",
 ) -> CompileTarget:
     """The target of ``--device``.
 
@@ -232,6 +239,8 @@ def target_for(
         What the options of that name say.
     host : Host, optional
         Where the library will be loaded; this machine by default.
+    activations : str
+        What products on tensor cores take, ``float16`` or ``bfloat16``; other devices have none.
 
     Raises
     ------
@@ -244,7 +253,8 @@ def target_for(
         raise CompileError("--mcpu goes with --device cpu: a GPU's library runs on any CPU of its host")
     host = host or this_host()
     if device == "cuda":
-        return replace(cuda_target(cuda_arch, opt not in EXACT_LEVELS), host=host.options())
+        taken = "float32" if opt in EXACT_LEVELS else activations
+        return replace(cuda_target(cuda_arch, taken), host=host.options())
     if device in GPU_LIMITS:
         return gpu_target(device, host=host.options())
     return cpu_target(opt, host.features(mcpu), host)

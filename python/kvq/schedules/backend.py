@@ -80,16 +80,21 @@ class Preparation:
 
 
 class RoundedKernels(Protocol):
-    """Products with activations of less precision: codes of int8 on a CPU, fp16 for tensor cores.
+    """Products with activations of less precision: codes of int8 on a CPU, fp16 or bf16 for tensor cores.
 
     Attributes
     ----------
     name : str
         Of the precision, for the names of kernels.
+    activations : str
+        What activations are rounded to, for people: ``int8``, ``float16`` or ``bfloat16``.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def activations(self) -> str: ...
 
     def takes(self, k: int, storage: str) -> bool:
         """Whether there is such a product with a weight of ``k`` inputs, stored this way."""

@@ -35,7 +35,7 @@ class CpuInt8Kernels:
 
     isa: CpuIsa
 
-    name = "q8"
+    name, activations = "q8", "int8"
 
     def takes(self, k: int, storage: str) -> bool:
         return STORAGES[storage].bits is not None

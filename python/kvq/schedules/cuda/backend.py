@@ -30,6 +30,7 @@ from . import (
     weight_fragments,
 )
 from .block import overlaps
+from .mma import PTX_TYPES
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
 DECODE_SLOTS = 1024
@@ -38,34 +39,36 @@ _EXPERTS = GpuLimits(threads=256, shared_bytes=48 * 1024)
 
 
 @dataclass(frozen=True)
-class CudaHalfKernels:
-    """Products with activations in fp16, on tensor cores."""
+class CudaRoundedKernels:
+    """Products on tensor cores, with activations and weights in ``float16`` or ``bfloat16``."""
 
     archs: tuple[str, ...]
+    activations: str
 
-    name = "f16"
+    @property
+    def name(self) -> str:
+        return PTX_TYPES[self.activations]
 
     def takes(self, k: int, storage: str) -> bool:
         return weight_fragments.fits(k, storage)
 
     def row_type(self, k: int) -> tuple[int, str]:
-        return k, "float16"
+        return k, self.activations
 
     def row_order(self, most_rows: int | None) -> str:
         return "" if most_rows == linear_few.MOST_ROWS else weight_fragments.OPERAND
 
     def quantize_rows(self, k: int, order: str = "") -> tirx.PrimFunc:
-        return pointwise.round_rows(k, overlaps(self.archs), order)
+        return pointwise.round_rows(k, self.activations, overlaps(self.archs), order)
 
     def linear(
         self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
     ) -> tirx.PrimFunc:
         if most_rows == linear_few.MOST_ROWS:
-            return linear_few.linear_few(
-                n, k, storage, linear_few.few_tuning(n, k, storage, self.archs), residual
-            )
+            few = linear_few.few_tuning(n, k, storage, self.archs)
+            return linear_few.linear_few(n, k, storage, few, residual, self.activations)
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
-        return linear_tiles.linear_tiles(n, k, storage, tuning, residual)
+        return linear_tiles.linear_tiles(n, k, storage, tuning, residual, dtype=self.activations)
 
     def gated_linear(
         self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
@@ -73,13 +76,13 @@ class CudaHalfKernels:
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
         if order != weight_fragments.OPERAND or not linear_tiles.gates(n, tuning):
             return None
-        return linear_tiles.linear_tiles(n, k, storage, tuning, activation=activation)
+        return linear_tiles.linear_tiles(n, k, storage, tuning, activation=activation, dtype=self.activations)
 
     def rms_norm(self, dim: int, eps: float, order: str = "") -> tirx.PrimFunc:
-        return pointwise.rms_norm(dim, eps, "float16", overlaps(self.archs), order)
+        return pointwise.rms_norm(dim, eps, self.activations, overlaps(self.archs), order)
 
     def gate(self, dim: int, activation: str, order: str = "") -> tirx.PrimFunc:
-        return pointwise.gate(dim, activation, "float16", overlaps(self.archs), order)
+        return pointwise.gate(dim, activation, self.activations, overlaps(self.archs), order)
 
 
 @dataclass(frozen=True)
@@ -90,19 +93,24 @@ class CudaKernels:
     ----------
     archs : tuple of str
         Architectures that the library will hold, from ``sm_80`` on; they decide the tuning.
-    tensor_cores : bool
-        Whether products round activations to fp16.
+    activations : str
+        What products take: ``float16`` or ``bfloat16``, rounded, for tensor cores, or ``float32``.
     """
 
     archs: tuple[str, ...]
-    tensor_cores: bool = False
+    activations: str = "float32"
 
     layout_order = "fragments"
     prepares_experts = False
 
     @property
-    def rounded(self) -> CudaHalfKernels | None:
-        return CudaHalfKernels(self.archs) if self.tensor_cores else None
+    def tensor_cores(self) -> bool:
+        """Whether products are made by tensor cores, where these take the weight."""
+        return self.activations != "float32"
+
+    @property
+    def rounded(self) -> CudaRoundedKernels | None:
+        return CudaRoundedKernels(self.archs, self.activations) if self.tensor_cores else None
 
     @property
     def row_limits(self) -> tuple[int, ...]:
@@ -138,13 +146,19 @@ class CudaKernels:
         if not self._in_fragments(k, storage):
             return None
         if storage == "int4":
-            shape = weight_fragments.scales_shape(n, k)
+            shape, operand = weight_fragments.scales_shape(n, k), self.activations
             return Preparation(
-                f"prepare_scales_{n}x{k}", lambda: weight_fragments.prepare_scales(n, k), shape, dtype
+                f"prepare_scales_{n}x{k}",
+                lambda: weight_fragments.prepare_scales(n, k, operand),
+                shape,
+                operand,
             )
         shape = weight_fragments.matrix_shape(n, k)
         return Preparation(
-            f"prepare_matrix_{n}x{k}", lambda: weight_fragments.prepare_matrix(n, k), shape, "uint32"
+            f"prepare_matrix_{n}x{k}",
+            lambda: weight_fragments.prepare_matrix(n, k, self.activations),
+            shape,
+            "uint32",
         )
 
     def rope_table(self, half: int, attention_factor: float) -> tirx.PrimFunc:
@@ -186,7 +200,7 @@ class CudaKernels:
 
     def embedding(self, n: int, k: int, storage: str) -> tirx.PrimFunc:
         if self._in_fragments(k, storage):
-            return weight_fragments.embedding(n, k, storage)
+            return weight_fragments.embedding(n, k, storage, self.activations)
         return linear.embedding(n, k, storage)
 
     def route_experts(self, num_experts: int, top_k: int, normalize: bool) -> tirx.PrimFunc:

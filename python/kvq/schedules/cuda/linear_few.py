@@ -20,7 +20,8 @@ from kvq.schedules.statements import for_threads, put
 from .block import WARP, kernel_attributes, let_next_start, overlaps, wait_for_rows
 from .mma import block_sync, load_global, mma, u32
 from .products import product_func
-from .weight_fragments import STEPS, TILE, UNIT, UnitWeights, tiles, unit_words
+from .unit_weights import UnitWeights
+from .weight_fragments import STEPS, TILE, UNIT, tiles, unit_words
 
 #: Most rows: two tiles of 8.
 MOST_ROWS = 16
@@ -62,8 +63,8 @@ def few_tuning(n_out: int, k: int, storage: str, archs: Sequence[str]) -> FewTun
 class _Few:
     """The statements of the kernel."""
 
-    def __init__(self, k: int, storage: str, tuning: FewTuning) -> None:
-        self.k, self.units, self.storage, self.tuning = k, k // UNIT, storage, tuning
+    def __init__(self, k: int, storage: str, tuning: FewTuning, dtype: str) -> None:
+        self.k, self.units, self.storage, self.tuning, self.dtype = k, k // UNIT, storage, tuning, dtype
         self.words = unit_words(storage)
         self.stride = self.words + (1 if storage == "int4" else 0)
 
@@ -110,14 +111,13 @@ class _Few:
                             source = T.bind(x.ptr_to([row, unit * UNIT + c * 16]))
                             for half in range(2):
                                 load_global(values, 8 * tile8 + 4 * half, 4, source, 16 * half)
-                    weights = UnitWeights(
-                        self.storage, held, slot * self.stride, slot * self.stride + self.words
-                    )
+                    at = slot * self.stride
+                    weights = UnitWeights(self.storage, held, at, at + self.words, self.dtype)
                     for step in range(STEPS):
                         registers = weights.registers(step, a)
                         for tile8 in range(row_tiles):
                             b = [values[8 * tile8 + 2 * step + i] for i in range(2)]
-                            mma(acc, 4 * tile8, registers, b)
+                            mma(acc, 4 * tile8, registers, b, dtype=self.dtype)
                     following = T.bind(index + ahead)
                     with T.If(following < count), T.Then():
                         self.load_unit(weight, tile, warp + following * warps, lane, held, slot)
@@ -158,9 +158,11 @@ class _Few:
                     self.finish(acc, row_tiles, added, out, tile, n, n_out, warp, lane, thread, shared)
 
 
-def linear_few(n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False) -> tirx.PrimFunc:
+def linear_few(
+    n_out: int, k: int, storage: str, tuning: FewTuning, residual: bool = False, dtype: str = "float16"
+) -> tirx.PrimFunc:
     """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
-    kernel = _Few(k, storage, tuning)
+    kernel = _Few(k, storage, tuning, dtype)
 
     def body(weight, x, added, out, n):
         tile = T.cta_id([tiles(n_out)])
@@ -168,4 +170,4 @@ def linear_few(n_out: int, k: int, storage: str, tuning: FewTuning, residual: bo
         shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)
         kernel.block(weight, x, added, out, T.bind(T.cast(n, "int32")), n_out, tile, thread, shared)
 
-    return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body)
+    return product_func(n_out, k, storage, residual, kernel_attributes(tuning.overlap), body, dtype=dtype)

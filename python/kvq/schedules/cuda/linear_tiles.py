@@ -27,7 +27,8 @@ from .pointwise import activate, put_rounded
 from .products import product_func
 from .tile_copies import PIECE, ROW_BYTES, SCALE_BYTES, STAGE_ALIGN, TileCopies
 from .tile_tuning import TileTuning
-from .weight_fragments import OPERAND, STEPS, TILE, UNIT, UnitWeights, unit_words
+from .unit_weights import UnitWeights
+from .weight_fragments import OPERAND, STEPS, TILE, UNIT, unit_words
 from .wgmma import SWIZZLED_ROWS, async_fence, wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
 
@@ -41,9 +42,16 @@ class TileProduct:
     """
 
     def __init__(
-        self, n_out: int, k: int, storage: str, tuning: TileTuning, activation: str | None = None
+        self,
+        n_out: int,
+        k: int,
+        storage: str,
+        tuning: TileTuning,
+        activation: str | None = None,
+        dtype: str = "float16",
     ) -> None:
         self.n_out, self.storage, self.tuning, self.activation = n_out, storage, tuning, activation
+        self.dtype = dtype
         assert activation is None or gates(n_out, tuning)
         self.words = unit_words(storage)
         depth = tuning.input_warps
@@ -93,7 +101,7 @@ class TileProduct:
                 load_shared(held, at + 4 * piece, 4, words, offset)
             if self.storage == "int4":
                 load_shared(held, at + self.words, 1, scales, copies.scale_at + lines * SCALE_BYTES)
-            weights.append(UnitWeights(self.storage, held, at, at + self.words))
+            weights.append(UnitWeights(self.storage, held, at, at + self.words, self.dtype))
         return weights
 
     def add_unit(self, stage, acc) -> None:
@@ -110,7 +118,7 @@ class TileProduct:
                     registers = weight.registers(2 * half + step, a)
                     for j in range(row_tiles):
                         at = 4 * (i * row_tiles + j)
-                        mma(acc, at, registers, [b[4 * j + 2 * step + y] for y in range(2)])
+                        mma(acc, at, registers, [b[4 * j + 2 * step + y] for y in range(2)], dtype=self.dtype)
 
     def start_unit(self, stage, a, acc) -> None:
         """Start the warpgroup's products of its unit in the stage; half of them may still run afterwards.
@@ -130,7 +138,7 @@ class TileProduct:
             for step in range(STEPS // 2):
                 operand = T.bind(rows + T.uint64(SWIZZLED_ROWS + (2 * half + step) * 2))
                 for i in range(len(weights)):
-                    wgmma(acc, i * count, count, registers[step, i], operand)
+                    wgmma(acc, i * count, count, registers[step, i], operand, self.dtype)
             wgmma_commit()
             wgmma_wait(1)
 
@@ -308,7 +316,7 @@ class TileProduct:
                     for x in range(2):
                         at = 4 * j + 2 * x + y
                         value = activate(acc[at], self.activation) * acc[4 * tuning.row_tiles + at]
-                        put_rounded(out, value, "float16", OPERAND, row + 8 * j + y, output + 8 * x)
+                        put_rounded(out, value, self.dtype, OPERAND, row + 8 * j + y, output + 8 * x)
 
 
 def gates(n_out: int, tuning: TileTuning) -> bool:
@@ -330,9 +338,10 @@ def linear_tiles(
     tuning: TileTuning,
     residual: bool = False,
     activation: str | None = None,
+    dtype: str = "float16",
 ) -> tirx.PrimFunc:
     """Build the product for any number of rows; its arguments are those of ``products.py``."""
-    kernel = TileProduct(n_out, k, storage, tuning, activation)
+    kernel = TileProduct(n_out, k, storage, tuning, activation, dtype)
     columns = -(-n_out // tuning.outputs)
 
     def body(weight, x, added, out, n):
@@ -352,4 +361,4 @@ def linear_tiles(
             kernel.block(weight, x, added, out, T.bind(rows), *place, thread, shared, red)
 
     attributes = kernel_attributes(tuning.overlap)
-    return product_func(n_out, k, storage, residual, attributes, body, gated=activation is not None)
+    return product_func(n_out, k, storage, residual, attributes, body, activation is not None, dtype)

@@ -18,7 +18,8 @@ LOG2E = 1.4426950408889634
 _ALL = 0xFFFFFFFF
 #: ``(a & b) | c`` as the table of lop3.
 _AND_OR = 0xEA
-_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#: What PTX calls the types of operands that tensor cores multiply into fp32 sums.
+PTX_TYPES = {"float16": "f16", "bfloat16": "bf16"}
 _COPY = "cp.async.cg.shared.global.L2::128B"
 
 
@@ -32,10 +33,11 @@ def u32(value):
     return T.uint32(value)
 
 
-def mma(acc, at: int, a: Sequence, b: Sequence, fresh: bool = False):
-    """``acc[at : at + 4] (+)= A B``; ``fresh`` starts from zero."""
-    registers = [acc[at + i] for i in range(4)]
-    emit(T.ptx[_MMA](*registers, *a, *b, *([T.float32(0)] * 4 if fresh else registers)))
+def mma(acc, at: int, a: Sequence, b: Sequence, fresh: bool = False, dtype: str = "float16"):
+    """``acc[at : at + 4] (+)= A B`` of operands in ``dtype``; ``fresh`` starts from zero."""
+    registers, kind = [acc[at + i] for i in range(4)], PTX_TYPES[dtype]
+    name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    emit(T.ptx[name](*registers, *a, *b, *([T.float32(0)] * 4 if fresh else registers)))
 
 
 def transpose(dst, at: int, word):

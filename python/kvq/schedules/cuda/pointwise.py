@@ -1,8 +1,8 @@
 """Normalization, the gated activation, and rounding: float32 rows in, rows for the next product out.
 
-Four neighbouring numbers at a time, each read once. What the tensor cores take is rounded to fp16 here; a
-magnitude beyond its range becomes the largest. With ``overlap`` a kernel starts while the one before it runs;
-``order`` is that of a rounded row's numbers.
+Four neighbouring numbers at a time, each read once. What the tensor cores take is rounded here: to fp16,
+where a magnitude beyond its range becomes the largest, or to bf16, which has the range of float32. With
+``overlap`` a kernel starts while the one before it runs; ``order`` is that of a rounded row's numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,13 @@ def put_rounded(out, value, dtype: str, order: str, row, at) -> None:
     """Store a float32 as ``dtype``, number ``at`` of a row in an order; NaN stays NaN."""
     if dtype == "float16":
         value, most = T.bind(value), T.float32(_FP16_MAX)
-        value = T.cast(T.Select(value > most, most, T.Select(value < -most, -most, value)), dtype)
-    put(out, value, row, operand_place(at) if order == OPERAND else at)
+        value = T.Select(value > most, most, T.Select(value < -most, -most, value))
+    put(
+        out,
+        value if dtype == "float32" else T.cast(value, dtype),
+        row,
+        operand_place(at) if order == OPERAND else at,
+    )
 
 
 def rms_norm(
@@ -137,10 +142,10 @@ def gate(
     return gate
 
 
-def round_rows(dim: int, overlap: bool = False, order: str = "") -> tirx.PrimFunc:
-    """Build the kernel that rounds rows to fp16.
+def round_rows(dim: int, dtype: str = "float16", overlap: bool = False, order: str = "") -> tirx.PrimFunc:
+    """Build the kernel that rounds rows.
 
-    Arguments of the kernel: x ``float32[n, dim]``, out ``float16[n, dim]``.
+    Arguments of the kernel: x ``float32[n, dim]``, out ``dtype[n, dim]``.
     """
     width = _width(dim)
 
@@ -148,14 +153,14 @@ def round_rows(dim: int, overlap: bool = False, order: str = "") -> tirx.PrimFun
         values = T.alloc_local((width,), "float32")
         put(values, x[row, run(vector * width, width)], run(0, width))
         for i in range(width):
-            put_rounded(out, values[i], "float16", order, row, vector * width + i)
+            put_rounded(out, values[i], dtype, order, row, vector * width + i)
 
     @T.prim_func(private=True)
     def round_rows(x_h: T.handle, out_h: T.handle):
         T.func_attr(kernel_attributes(overlap))
         n = T.int64()
         x = T.match_buffer(x_h, (n, dim), "float32")
-        out = T.match_buffer(out_h, (n, dim), "float16")
+        out = T.match_buffer(out_h, (n, dim), dtype)
         T.device_entry()
         piece, row = T.cta_id([-(-dim // (width * THREADS)), T.cast(n, "int32")])
         thread = T.thread_id([THREADS])

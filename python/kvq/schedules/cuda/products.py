@@ -23,16 +23,18 @@ def product_func(
     attributes: dict[str, Any],
     body: Body,
     gated: bool = False,
+    dtype: str = "float16",
 ) -> tirx.PrimFunc:
     """Build the kernel ``out = x @ w.T``, or ``residual + x @ w.T``.
 
-    Arguments of the kernel: x ``float16[n, K]``, the tensors of the weight in the order of
+    Arguments of the kernel: x ``dtype[n, K]``, the tensors of the weight in the order of
     ``weight_fragments.py``, the residual ``float32[n, N]`` if there is one, and out ``float32[n, N]``, of a
-    gated product ``float16[n, N / 2]``.
+    gated product ``dtype[n, N / 2]``. ``dtype`` is that of the operands, ``float16`` or ``bfloat16``.
     """
+    stored = stored_tensors(storage, n_out, k, dtype)
     with IRBuilder() as builder, ir.prim_func(is_private=True):
         ir.func_name("product")
-        names = ["x", *stored_tensors(storage, n_out, k), *(["residual"] if residual else []), "out"]
+        names = ["x", *stored, *(["residual"] if residual else []), "out"]
         handles = {name: ir.arg(f"{name}_h", ir.handle()) for name in names}
         ir.func_attr(attributes)
         n = ir.int64()
@@ -43,10 +45,10 @@ def product_func(
             IRBuilder.name(name, buffer)
             return buffer
 
-        x = match("x", (n, k), "float16")
-        weight = [match(name, *what) for name, what in stored_tensors(storage, n_out, k).items()]
+        x = match("x", (n, k), dtype)
+        weight = [match(name, *what) for name, what in stored.items()]
         added = match("residual", (n, n_out), "float32") if residual else None
-        out = match("out", (n, n_out // 2), "float16") if gated else match("out", (n, n_out), "float32")
+        out = match("out", (n, n_out // 2), dtype) if gated else match("out", (n, n_out), "float32")
         ir.device_entry()
         body(weight, x, added, out, n)
     return builder.get()

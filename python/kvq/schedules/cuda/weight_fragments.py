@@ -8,10 +8,13 @@ instruction's, and whoever loads operand B follows it: a lane's values of a row 
 ::
 
     int4    codes   uint32[tiles, units, 32, 4]     lane, product: the lane's eight codes
-            scales  float16[tiles, units, 2, 8, 2]  group of 32 inputs, g, outputs g and g + 8
+            scales  dtype[tiles, units, 2, 8, 2]    group of 32 inputs, g, outputs g and g + 8
     fp16    weight  uint32[tiles, units, 4, 32, 4]  product, lane: the lane's four registers
 
 Of a code word, register p takes the nibbles p and p + 4. Outputs beyond the weight's are zeros.
+
+``dtype`` is that of the operands, fp16 or bf16. What is not codes is rounded to it when the weight is brought
+into this order: a weight that was bf16 in the checkpoint stays exact, a scale loses at most 2**-9 of itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from kvq.quantization.storage import GROUP, STORAGES
 from kvq.schedules.statements import for_threads, put, when
 
 from .block import ATTRIBUTES, WARP
-from .mma import bits_or, bytes_of, emit, u32
+from .mma import u32
 
 #: Outputs of a tile, inputs of a unit and products of a unit.
 TILE, UNIT, STEPS = 16, 64, 4
@@ -34,22 +37,6 @@ KINDS = ("int4", "float16")
 OPERAND = "operand"
 #: The code of 0.
 ZERO_CODE = STORAGES["int4"].center
-
-#: Two halves 1024, in whose lowest mantissa bits a code is itself, and what takes 1024 and the zero code off.
-_MAGIC, _LOW_NIBBLES, _HIGH_NIBBLES = 0x64006400, 0x000F000F, 0x00F000F0
-
-
-def _halves(value: float) -> int:
-    """The word of two equal halves."""
-    import numpy as np
-
-    half = int(np.float16(value).view(np.uint16))
-    return half << 16 | half
-
-
-_LOW_ZERO = _halves(1024 + ZERO_CODE)
-#: A code in the second nibble counts 16-fold: times 1/16, minus 1024/16 and the zero code.
-_SIXTEENTH, _HIGH_ZERO = _halves(1 / 16), _halves(-(64 + ZERO_CODE))
 
 
 def fits(k: int, storage: str) -> bool:
@@ -84,14 +71,19 @@ def scales_shape(n: int, k: int) -> tuple[int, ...]:
 
 
 def matrix_shape(n: int, k: int) -> tuple[int, ...]:
-    """Shape of an fp16 weight ``[n, k]``."""
+    """Shape of an unquantized weight ``[n, k]``."""
     return tiles(n), k // UNIT, STEPS, WARP, 4
 
 
-def stored_tensors(storage: str, n: int, k: int) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and dtype of the tensors of a weight ``[n, k]`` in this order, by name."""
+def stored_tensors(
+    storage: str, n: int, k: int, dtype: str = "float16"
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of the tensors of a weight ``[n, k]`` in this order, by name.
+
+    ``dtype`` is that of the operands.
+    """
     if storage == "int4":
-        return {"codes": (codes_shape(n, k), "uint32"), "scales": (scales_shape(n, k), "float16")}
+        return {"codes": (codes_shape(n, k), "uint32"), "scales": (scales_shape(n, k), dtype)}
     return {"weight": (matrix_shape(n, k), "uint32")}
 
 
@@ -100,46 +92,15 @@ def unit_words(storage: str) -> int:
     return STEPS if storage == "int4" else 4 * STEPS
 
 
-class UnitWeights:
-    """A lane's weights of one unit, as registers of operand A.
-
-    Parameters
-    ----------
-    storage : str
-        One of :data:`KINDS`.
-    words : buffer
-        uint32: the lane's words from ``at`` on; the scales' word of an int4 unit is ``words[scale_at]``.
-    """
-
-    def __init__(self, storage: str, words, at: int, scale_at: int) -> None:
-        self.storage, self.words, self.at = storage, words, at
-        if storage == "int4":
-            self.scales, self.magic = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
-            emit(T.ptx["mov.b32"](self.magic[0], u32(_MAGIC)))
-            bytes_of(self.scales, 0, words[scale_at], u32(0), 0x1010)
-            bytes_of(self.scales, 1, words[scale_at], u32(0), 0x3232)
-
-    def registers(self, step: int, out, first: int = 0) -> list:
-        """The four registers of product ``step``; ``out[first : first + 4]`` may hold them."""
-        if self.storage != "int4":
-            return [self.words[self.at + 4 * step + p] for p in range(4)]
-        word = self.words[self.at + step]
-        for half in range(2):
-            source = T.shift_right(word, u32(8)) if half else word
-            low, high = first + 2 * half, first + 2 * half + 1
-            bits_or(out, low, source, _LOW_NIBBLES, self.magic[0])
-            bits_or(out, high, source, _HIGH_NIBBLES, self.magic[0])
-            emit(T.ptx["sub.rn.f16x2"](out[low], out[low], u32(_LOW_ZERO)))
-            emit(T.ptx["fma.rn.f16x2"](out[high], out[high], u32(_SIXTEENTH), u32(_HIGH_ZERO)))
-            for p in (low, high):
-                emit(T.ptx["mul.rn.f16x2"](out[p], out[p], self.scales[p % 2]))
-        return [out[first + p] for p in range(4)]
-
-
 def _place(i, words: int):
     """Of word ``i`` of a tensor in this order: the tile, the unit, and the word within the unit."""
     unit = T.bind(T.truncdiv(i, words))
     return unit, T.bind(i - unit * words)
+
+
+def _rounded(value, dtype: str):
+    """An fp16 number in ``dtype``."""
+    return value if dtype == "float16" else T.cast(T.cast(value, "float32"), dtype)
 
 
 def prepare_codes(n: int, k: int) -> tirx.PrimFunc:
@@ -180,8 +141,8 @@ def prepare_codes(n: int, k: int) -> tirx.PrimFunc:
     return prepare_codes
 
 
-def prepare_scales(n: int, k: int) -> tirx.PrimFunc:
-    """Build the kernel from stored scales ``float16[n, k / 32]`` to this order."""
+def prepare_scales(n: int, k: int, dtype: str = "float16") -> tirx.PrimFunc:
+    """Build the kernel from stored scales ``float16[n, k / 32]`` to this order, in ``dtype``."""
     units, per_unit = k // UNIT, UNIT // GROUP * TILE
     count = tiles(n) * units * per_unit
 
@@ -193,14 +154,13 @@ def prepare_scales(n: int, k: int) -> tirx.PrimFunc:
         row, at = T.bind(tile * TILE + g + 8 * half), T.bind(unit - tile * units)
         with T.If(row < n):
             with T.Then():
-                put(out, raw[row, at * (UNIT // GROUP) + group], tile, at, group, g, half)
+                scale = _rounded(raw[row, at * (UNIT // GROUP) + group], dtype)
+                put(out, scale, tile, at, group, g, half)
             with T.Else():
-                put(out, T.float16(0), tile, at, group, g, half)
+                put(out, _rounded(T.float16(0), dtype), tile, at, group, g, half)
 
     @T.prim_func(private=True)
-    def prepare_scales(
-        raw: T.Buffer((n, k // GROUP), "float16"), out: T.Buffer(scales_shape(n, k), "float16")
-    ):
+    def prepare_scales(raw: T.Buffer((n, k // GROUP), "float16"), out: T.Buffer(scales_shape(n, k), dtype)):
         T.func_attr(ATTRIBUTES)
         T.device_entry()
         block = T.cta_id([-(-count // THREADS)])
@@ -211,8 +171,8 @@ def prepare_scales(n: int, k: int) -> tirx.PrimFunc:
     return prepare_scales
 
 
-def prepare_matrix(n: int, k: int) -> tirx.PrimFunc:
-    """Build the kernel from a stored weight ``float16[n, k]`` to this order."""
+def prepare_matrix(n: int, k: int, dtype: str = "float16") -> tirx.PrimFunc:
+    """Build the kernel from a stored weight ``float16[n, k]`` to this order, in ``dtype``."""
     units, per_unit = k // UNIT, STEPS * WARP * 4
     count = tiles(n) * units * per_unit
 
@@ -224,13 +184,13 @@ def prepare_matrix(n: int, k: int) -> tirx.PrimFunc:
         row = T.bind(tile * TILE + T.shift_right(lane, 2) + 8 * T.bitwise_and(p, 1))
         at = T.bind(unit - tile * units)
         first = T.bind(at * UNIT + T.bitwise_and(lane, 3) * 16 + step * 4 + T.bitwise_and(p, 2))
-        made = T.alloc_local([2], "float16")
+        made = T.alloc_local([2], dtype)
         for half in range(2):
-            put(made, T.float16(0), half)
+            put(made, _rounded(T.float16(0), dtype), half)
 
         def read():
             for half in range(2):
-                put(made, raw[row, first + half], half)
+                put(made, _rounded(raw[row, first + half], dtype), half)
 
         when(row < n, read)
         put(out, made.view("uint32")[0], tile, at, step, lane, p)
@@ -247,8 +207,8 @@ def prepare_matrix(n: int, k: int) -> tirx.PrimFunc:
     return prepare_matrix
 
 
-def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
-    """Build the kernel that reads rows of a weight in this order, as float32.
+def embedding(n: int, k: int, storage: str, dtype: str = "float16") -> tirx.PrimFunc:
+    """Build the kernel that reads rows of a weight in this order, made for operands in ``dtype``, as float32.
 
     Arguments of the kernel: ids ``int32[m]``, the tensors of the weight, out ``float32[m, k]``.
     """
@@ -273,7 +233,7 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
 
         for_threads(k // 4, thread, THREADS, read)
 
-    def read_float16(ids, weight, out, i, thread):
+    def read_matrix(ids, weight, out, i, thread):
         pair = T.alloc_local([1], "uint32")
 
         def read(quad):
@@ -281,7 +241,7 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
             for second in range(2):
                 put(pair, weight[tile, unit, step, lane, half + 2 * second], 0)
                 for half_of_pair in range(2):
-                    value = T.cast(pair.view("float16")[half_of_pair], "float32")
+                    value = T.cast(pair.view(dtype)[half_of_pair], "float32")
                     put(out, value, i, quad * 4 + 2 * second + half_of_pair)
 
         for_threads(k // 4, thread, THREADS, read)
@@ -292,7 +252,7 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
         def embedding_int4(
             ids_h: T.handle,
             codes: T.Buffer(codes_shape(n, k), "uint32"),
-            scales: T.Buffer(scales_shape(n, k), "float16"),
+            scales: T.Buffer(scales_shape(n, k), dtype),
             out_h: T.handle,
         ):
             T.func_attr(ATTRIBUTES)
@@ -307,7 +267,7 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
         return embedding_int4
 
     @T.prim_func(private=True)
-    def embedding_float16(ids_h: T.handle, weight: T.Buffer(matrix_shape(n, k), "uint32"), out_h: T.handle):
+    def embedding_matrix(ids_h: T.handle, weight: T.Buffer(matrix_shape(n, k), "uint32"), out_h: T.handle):
         T.func_attr(ATTRIBUTES)
         m = T.int64()
         ids = T.match_buffer(ids_h, (m,), "int32")
@@ -315,6 +275,6 @@ def embedding(n: int, k: int, storage: str) -> tirx.PrimFunc:
         T.device_entry()
         i = T.cta_id([T.cast(m, "int32")])
         thread = T.thread_id([THREADS])
-        read_float16(ids, weight, out, i, thread)
+        read_matrix(ids, weight, out, i, thread)
 
-    return embedding_float16
+    return embedding_matrix

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 from tvm.script import tirx as T
 
-from .mma import emit
+from .mma import PTX_TYPES, emit
 
 #: Descriptor of B, its address aside: 8 rows are 1,024 bytes, and the swizzle is that of 128 bytes.
 SWIZZLED_ROWS = 1 << 62 | (1024 >> 4) << 32 | 1 << 16
 
 
-def wgmma(acc, at: int, count: int, a: Sequence, b):
+def wgmma(acc, at: int, count: int, a: Sequence, b, dtype: str = "float16"):
     """Start ``acc[at : at + count] += A B``, ``b`` a descriptor; ``count`` is half the rows."""
-    registers = [acc[at + i] for i in range(count)]
-    name = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.f16.f16"
+    registers, kind = [acc[at + i] for i in range(count)], PTX_TYPES[dtype]
+    name = f"wgmma.mma_async.sync.aligned.m64n{2 * count}k16.f32.{kind}.{kind}"
     emit(T.ptx[name](*registers, *a, b, T.bool(True), 1, 1, 0))
 
 
