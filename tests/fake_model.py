@@ -76,9 +76,11 @@ class FakeModel:
         draws: np.ndarray,
         logit_rows: list[int] | None = None,
         hosted: Sequence[int] = (),
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         assert self.draws
-        logits = self.step(requests, ids, logit_rows)
+        logits = self.step(requests, ids, logit_rows, meanwhile=meanwhile)
         self.hosted.append(len(hosted))
         tokens = []
         for at, row in enumerate(logits[:, :VOCAB]):
@@ -96,10 +98,17 @@ class FakeModel:
         return np.array(tokens, np.int32), logits[list(hosted)]
 
     def step(
-        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[Any, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> np.ndarray:
         plan = build_step(self.device.plan, requests, 2)
         try:
+            if meanwhile is not None:
+                meanwhile()
             if self.fail is not None:
                 self.fail(requests)
             seen = self.device.attend(plan, [int(i) for i in ids])

@@ -189,11 +189,11 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(capsys: pytest.CaptureFixtu
     session = Session(engine, None, {"max_tokens": 100})  # type: ignore[arg-type]
     step, count = engine.fake.step, [0]
 
-    def interrupted_step(*args: Any) -> Any:
+    def interrupted_step(*args: Any, **options: Any) -> Any:
         count[0] += 1
         if count[0] == 6:
             os.kill(os.getpid(), signal.SIGINT)
-        return step(*args)
+        return step(*args, **options)
 
     engine.fake.step = interrupted_step  # type: ignore[method-assign]
     text = session.answer("hi")

@@ -155,3 +155,29 @@ def test_json_objects_may_bring_a_schema_as_text() -> None:
     parsed = parse_options(TextOptions, {"prompt": "p", "response_format": form, "max_tokens": 99})
     request = completions.ask.text(parsed).requests[0]
     assert json.loads(read(completions, request)) == [1, 2]
+
+
+@pytest.mark.parametrize("options", [{}, {"logprobs": 1}, {"tools": TOOLS}, {"n": 2, "stop": ["e"]}])
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_json_of_a_part_is_that_of_the_part(chat: bool, options: dict[str, Any]) -> None:
+    model, completions = make()
+    model.script = {8: 0x85, 9: ord('"'), 10: 0x0A, 11: ord("\\")}
+    given = {"seed": 1, "temperature": 1, "max_tokens": 6, "stream": True, **options}
+    if chat:
+        if options.get("logprobs"):
+            given["top_logprobs"] = 1
+        parsed: Any = parse_options(ChatOptions, {"messages": [USER], **given})
+        answers = [completions.ask.chat(parsed) for _ in range(2)]
+    else:
+        given.pop("tools", None)
+        parsed = parse_options(TextOptions, {"prompt": "hello", **given})
+        answers = [completions.ask.text(parsed) for _ in range(2)]
+    answers[1].id = answers[0].id
+    for index, piece in completions._driver.run(answers[0].requests):
+        part, text = answers[0].feed(index, piece), answers[1].feed_json(index, piece)
+        assert (part is None) == (text is None)
+        if part is not None and text is not None:
+            expected = part.model_dump(mode="json")
+            assert json.loads(text) | {"created": expected["created"]} == expected
+    whole = [answer.whole().model_dump() | {"created": 0} for answer in answers]
+    assert whole[0] == whole[1]

@@ -241,9 +241,9 @@ def test_faults_are_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> N
     model, core, completions = make()
     step = model.step
 
-    def faulty(*args: Any) -> Any:
+    def faulty(*args: Any, **options: Any) -> Any:
         model.faults += (1, 2)
-        return step(*args)
+        return step(*args, **options)
 
     model.step = faulty  # type: ignore[method-assign]
     with caplog.at_level(logging.WARNING, logger="kvq"):

@@ -140,6 +140,40 @@ def test_a_slow_reader_holds_no_pages(rig: Rig) -> None:
     asyncio.run(main())
 
 
+def test_requests_of_one_reader_come_together(rig: Rig) -> None:
+    async def main() -> None:
+        rig.gate.clear()
+        requests = [Request([33 + i] * 20, GREEDY, max_tokens=5 + i) for i in range(3)]
+        found: list[list[Piece]] = [[], [], []]
+        together = 0
+        async for pieces in rig.engine.run(requests):
+            together = max(together, len({index for index, _ in pieces}))
+            for index, piece in pieces:
+                found[index].append(piece)
+        assert together == 3
+        for request, pieces in zip(requests, found, strict=True):
+            assert ids_of(pieces) == rig.model.greedy(request.prompt, request.max_tokens or 0)
+        await rig.idle()
+
+    threading.Timer(0.1, rig.gate.set).start()
+    asyncio.run(main())
+
+
+def test_tokens_are_handed_out_while_the_next_step_runs(rig: Rig) -> None:
+    permits = threading.Semaphore(1)
+    rig.model.fail = lambda _: permits.acquire(timeout=10) or pytest.fail("a step never ran")
+
+    async def main() -> None:
+        stream = rig.engine.generate(Request(prompt(1), GREEDY, max_tokens=3))
+        pieces = [await asyncio.wait_for(stream.__anext__(), 5)]
+        assert len(rig.model.steps) == 1, "the second step waits for its permit"
+        permits.release(2)
+        pieces += [piece async for piece in stream]
+        assert ids_of(pieces) == rig.model.greedy(prompt(1), 3)
+
+    asyncio.run(main())
+
+
 def test_what_can_never_run_is_refused(rig: Rig) -> None:
     async def main() -> None:
         with pytest.raises(ConfigError, match="the prompt is empty"):

@@ -34,9 +34,9 @@ class Recorder:
         return False
 
     def step(
-        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None
+        self, requests: list[tuple[Any, int]], ids: Any, logit_rows: list[int] | None = None, **options: Any
     ) -> np.ndarray:
-        logits = self.model.step(requests, ids, logit_rows)
+        logits = self.model.step(requests, ids, logit_rows, **options)
         self.batches.append([count for _, count in requests])
         ends = np.cumsum([count for _, count in requests]) - 1
         wanted = ends.tolist() if logit_rows is None else logit_rows

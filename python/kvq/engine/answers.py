@@ -5,6 +5,7 @@ Nothing here runs a model: a caller feeds pieces, from a thread or from an event
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -38,6 +39,10 @@ from kvq.tokenizer import Tokenizer
 Whole = TypeVar("Whole", ChatCompletion, Completion)
 Part = TypeVar("Part", ChatCompletionChunk, Completion)
 
+#: JSON of a text, and a text that stands for others in a frame of :meth:`Answer.feed_json`.
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+_HOLE = "\0text\0"
+
 
 @dataclass
 class _Choice:
@@ -49,6 +54,8 @@ class _Choice:
     completion_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: Any = None
+    #: JSON of a part that brings text alone, before and after the text; made when it is first needed.
+    frame: tuple[str, str] | None = None
 
     @property
     def text(self) -> str:
@@ -88,6 +95,36 @@ class Answer(Generic[Whole, Part]):
         """
         raise NotImplementedError
 
+    def feed_json(self, index: int, piece: Piece) -> str | None:
+        """As :meth:`feed`, and the part as JSON.
+
+        Nearly every part brings text and nothing else. A model of it is made once for a choice, and then only
+        the text is put in.
+
+        Raises
+        ------
+        EngineError
+            As :meth:`feed`.
+        """
+        if piece.finish_reason is not None or not self._brings_text_alone(index):
+            part = self.feed(index, piece)
+            return None if part is None else part.model_dump_json()
+        choice = self._take(index, piece)
+        choice.texts.append(piece.text)
+        if choice.frame is None:
+            head, _, tail = self._text_part(index, _HOLE).model_dump_json().partition(_encode(_HOLE))
+            choice.frame = head, tail
+        head, tail = choice.frame
+        return head + _encode(piece.text) + tail
+
+    def _brings_text_alone(self, index: int) -> bool:
+        """Whether the next part of a choice, if it is not its last, has a text and nothing else."""
+        raise NotImplementedError
+
+    def _text_part(self, index: int, text: str) -> Part:
+        """A part with a text and nothing else."""
+        raise NotImplementedError
+
     def whole(self) -> Whole:
         """The response, when every choice has had its last piece."""
         raise NotImplementedError
@@ -117,7 +154,8 @@ class Answer(Generic[Whole, Part]):
         choice = self._choices[index]
         if piece.token is not None:
             choice.completion_tokens += 1
-            choice.tokens.append(piece.token)
+            if self._top_logprobs is not None:
+                choice.tokens.append(piece.token)
         if piece.stats is not None:
             choice.cached_tokens = piece.stats.cached_tokens
         choice.finish_reason = piece.finish_reason
@@ -176,12 +214,20 @@ class ChatAnswer(Answer[ChatCompletion, ChatCompletionChunk]):
             tool_calls=calls or None,
         )
         self._begun[index] = True
-        shown = ChatChunkChoice(
-            index=index,
-            delta=delta,
-            logprobs=self._logprobs([piece.token] if piece.token else []),
-            finish_reason=choice.finish_reason,
+        return self._part(
+            index, delta, self._logprobs([piece.token] if piece.token else []), choice.finish_reason
         )
+
+    def _brings_text_alone(self, index: int) -> bool:
+        return self._begun[index] and self._top_logprobs is None and self._parsers[index] is None
+
+    def _text_part(self, index: int, text: str) -> ChatCompletionChunk:
+        return self._part(index, Delta(content=text))
+
+    def _part(
+        self, index: int, delta: Delta, logprobs: ChoiceLogprobs | None = None, finish_reason: Any = None
+    ) -> ChatCompletionChunk:
+        shown = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason)
         return ChatCompletionChunk(id=self.id, model=self.model, choices=[shown])
 
     def whole(self) -> ChatCompletion:
@@ -240,14 +286,23 @@ class TextAnswer(Answer[Completion, Completion]):
 
     def feed(self, index: int, piece: Piece) -> Completion:
         choice = self._take(index, piece)
-        offset = sum(map(len, choice.texts))
+        logprobs = None
+        if self._top_logprobs is not None:
+            offset = sum(map(len, choice.texts))
+            logprobs = self._logprobs([piece.token] if piece.token else [], offset)
         choice.texts.append(piece.text)
-        shown = TextChoice(
-            index=index,
-            text=piece.text,
-            logprobs=self._logprobs([piece.token] if piece.token else [], offset),
-            finish_reason=choice.finish_reason,
-        )
+        return self._part(index, piece.text, logprobs, choice.finish_reason)
+
+    def _brings_text_alone(self, index: int) -> bool:
+        return self._top_logprobs is None
+
+    def _text_part(self, index: int, text: str) -> Completion:
+        return self._part(index, text)
+
+    def _part(
+        self, index: int, text: str, logprobs: TextLogprobs | None = None, finish_reason: Any = None
+    ) -> Completion:
+        shown = TextChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish_reason)
         return Completion(id=self.id, model=self.model, choices=[shown])
 
     def whole(self) -> Completion:

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from kvq.engine.core import Output
 from kvq.engine.host import EngineHost
@@ -19,13 +19,34 @@ from kvq.errors import EngineError
 logger = logging.getLogger("kvq")
 
 
-class _Ticket:
-    """A request on its way: the caller's queue, and the core's id once the thread has taken it."""
+class _Mailbox:
+    """Pieces on their way to one reader; all but the making of it belongs to the reader's event loop."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.queue: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: list[tuple[int, Piece]] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, index: int, piece: Piece) -> None:
+        """Add a piece of the reader's request ``index``."""
+        self._pieces.append((index, piece))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[tuple[int, Piece]]:
+        """All that is there, at least one piece."""
+        while not self._pieces:
+            self._waiter = self.loop.create_future()
+            await self._waiter
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+class _Ticket:
+    """A request on its way: where its pieces go, and the core's id once the thread has taken it."""
+
+    def __init__(self, request: Request, number: int, mailbox: _Mailbox) -> None:
+        self.request, self.number, self.mailbox = request, number, mailbox
         self.index: int | None = None
         self.cancelled = False
 
@@ -33,8 +54,8 @@ class _Ticket:
 class AsyncEngine(EngineHost):
     """A model ready to answer asyncio's tasks; parameters are those of :class:`EngineHost`.
 
-    ``generate`` may be called in any number of tasks and event loops at once. The thread ends with
-    :meth:`shutdown`; it does not keep the process alive.
+    Any number of tasks and event loops may use it at once. The thread ends with :meth:`shutdown`; it does
+    not keep the process alive. What a step brought is handed out while the device computes the next one.
     """
 
     def _start(self, parts: EngineParts) -> None:
@@ -44,43 +65,55 @@ class AsyncEngine(EngineHost):
         self._cancelled: deque[_Ticket] = deque()
         self._reset = False
         self._tickets: dict[int, _Ticket] = {}
+        self._outputs: list[Output] = []
         self._closing = self._aborting = False
         self._aborted = 0
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
-        """Pieces of an answer; the last one has a finish reason.
+    async def run(self, requests: Sequence[Request]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+        """Run requests at once: the index of a request and its piece, all that have come since the last time.
 
-        Closing the iterator, or cancelling the task, cancels the request; its pages are free before the next
-        step. Pieces wait for a slow reader, the engine does not: it finishes the answer and frees the pages.
+        The last piece of each has a finish reason. Closing the iterator, or cancelling the task, cancels what
+        still runs; its pages are free before the next step. Pieces wait for a slow reader, the engine does
+        not: it finishes the answers and frees the pages.
 
         Raises
         ------
         ConfigError
-            If the request can never run (:meth:`check` tells beforehand).
+            If a request can never run (:meth:`check` tells beforehand).
         EngineError
             If the engine is shut down.
         """
-        self.check(request)
-        ticket = _Ticket(request)
+        for request in requests:
+            self.check(request)
+        mailbox = _Mailbox()
+        tickets = [_Ticket(request, number, mailbox) for number, request in enumerate(requests)]
         with self._changed:
             if self._closing:
                 raise EngineError("the engine is shutting down: it takes no more requests")
-            self._new.append(ticket)
+            self._new.extend(tickets)
             self._changed.notify()
-        finished = False
+        running = len(tickets)
         try:
-            while not finished:
-                piece = await ticket.queue.get()
-                finished = piece.finish_reason is not None
-                yield piece
+            while running:
+                pieces = await mailbox.take()
+                running -= sum(piece.finish_reason is not None for _, piece in pieces)
+                yield pieces
         finally:
-            if not finished:
+            if running:
                 with self._changed:
-                    ticket.cancelled = True
-                    self._cancelled.append(ticket)
+                    for ticket in tickets:
+                        ticket.cancelled = True
+                    self._cancelled.extend(tickets)
                     self._changed.notify()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+        """Pieces of one answer, as of :meth:`run`."""
+        async with contextlib.aclosing(self.run([request])) as batches:
+            async for pieces in batches:
+                for _, piece in pieces:
+                    yield piece
 
     def reset(self) -> None:
         """Empty the prefix cache, before the next step."""
@@ -129,21 +162,29 @@ class AsyncEngine(EngineHost):
             if reset:
                 core.reset()
             if aborting:
-                outputs = core.abort_all("the engine is shutting down")
-                self._aborted = len(outputs)
-                self._deliver(outputs)
-            if closing and not core.has_work:
-                return
-            self._deliver(core.step())
+                aborted = core.abort_all("the engine is shutting down")
+                self._aborted = len(aborted)
+                self._outputs += aborted
+            if core.has_work:
+                outputs = core.step(self._deliver)
+                self._deliver()  # a step that did not get to run called nobody
+                self._outputs = outputs
+            if not core.has_work:
+                self._deliver()
+                if closing:
+                    return
 
-    def _deliver(self, outputs: list[Output]) -> None:
-        """Hand pieces to the event loops of their readers, once a loop and step."""
+    def _deliver(self) -> None:
+        """Hand the pieces that wait to the event loops of their readers, once a loop."""
+        outputs, self._outputs = self._outputs, []
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Piece]]] = {}
         for index, piece in outputs:
-            ticket = self._tickets[index]
+            ticket = self._tickets.get(index)
+            if ticket is None:  # cancelled since
+                continue
             if piece.finish_reason is not None:
                 del self._tickets[index]
-            by_loop.setdefault(ticket.loop, []).append((ticket, piece))
+            by_loop.setdefault(ticket.mailbox.loop, []).append((ticket, piece))
         for loop, pieces in by_loop.items():
             # A loop that is closed has no readers left.
             with contextlib.suppress(RuntimeError):
@@ -152,4 +193,4 @@ class AsyncEngine(EngineHost):
 
 def _put_all(pieces: list[tuple[_Ticket, Piece]]) -> None:
     for ticket, piece in pieces:
-        ticket.queue.put_nowait(piece)
+        ticket.mailbox.put(ticket.number, piece)

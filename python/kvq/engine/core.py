@@ -40,9 +40,17 @@ class StepModel(Protocol):
         ...
 
     def step(
-        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> np.ndarray:
-        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default."""
+        """Append tokens; float32 logits ``[rows, V]``, of the last row of each sequence by default.
+
+        ``meanwhile`` is called once, when the device has its work.
+        """
         ...
 
     def draw(
@@ -52,6 +60,8 @@ class StepModel(Protocol):
         draws: np.ndarray,
         logit_rows: list[int] | None = None,
         hosted: Sequence[int] = (),
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append tokens; int32 tokens ``[rows]``, -1 where a logit is not finite; logits of ``hosted``."""
         ...
@@ -175,14 +185,19 @@ class EngineCore:
         return bool(self._states)
 
     # ---- steps ---------------------------------------------------------------------------------
-    def step(self) -> list[Output]:
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Output]:
         """Run one step; pieces of the answers that it brought on. Empty if there is nothing to do.
 
         An exception of the model ends the requests of this step with an error; all others go on.
+
+        Parameters
+        ----------
+        meanwhile : callable, optional
+            Called once when the device has its work, if the step gets that far; must not touch the core.
         """
         outputs: list[Output] = []
         try:
-            self._step(outputs)
+            self._step(outputs, meanwhile)
         except Exception as error:
             logger.exception("the engine failed")
             # The engine itself is at fault: nothing that it knows can be relied on.
@@ -192,7 +207,7 @@ class EngineCore:
             self.scheduler.clear()
         return outputs
 
-    def _step(self, outputs: list[Output]) -> None:
+    def _step(self, outputs: list[Output], meanwhile: Callable[[], None] | None) -> None:
         shares = self.scheduler.schedule()
         if not shares:
             return
@@ -203,7 +218,7 @@ class EngineCore:
                 self._prompt_tokens += state.stats.prompt_tokens
                 self._hit_tokens += state.stats.cached_tokens
         try:
-            drawn, tokens, logits = self._run(shares)
+            drawn, tokens, logits = self._run(shares, meanwhile)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
             outputs += [self._fail(state, _one_line(error)) for state in batch]
@@ -219,7 +234,9 @@ class EngineCore:
         self._count(shares)
         self._draw([batch[i] for i in drawn], tokens, logits, outputs)
 
-    def _run(self, shares: list[tuple[Job, int]]) -> tuple[list[int], np.ndarray, list[np.ndarray | None]]:
+    def _run(
+        self, shares: list[tuple[Job, int]], meanwhile: Callable[[], None] | None
+    ) -> tuple[list[int], np.ndarray, list[np.ndarray | None]]:
         """Run the model; which shares end in a token to draw, the tokens, logits where they are needed."""
         cache = self.model.cache
         requests: list[tuple[SequenceId, int]] = []
@@ -243,12 +260,12 @@ class EngineCore:
             for row, state in enumerate(states):
                 if state.on_device:
                     draws[row] = state.device_draw()
-            tokens, some = self.model.draw(requests, ids, draws, wanted, hosted)
+            tokens, some = self.model.draw(requests, ids, draws, wanted, hosted, meanwhile=meanwhile)
             logits: list[np.ndarray | None] = [None] * len(states)
             for row, values in zip(hosted, some, strict=True):
                 logits[row] = values[: self.vocab_size]
             return drawn, tokens, logits
-        every = self.model.step(requests, ids, wanted)[: len(drawn), : self.vocab_size]
+        every = self.model.step(requests, ids, wanted, meanwhile=meanwhile)[: len(drawn), : self.vocab_size]
         return drawn, np.where(_all_finite(every), every.argmax(axis=1), -1), list(every)
 
     def _draw(

@@ -6,7 +6,7 @@ once: the weights are one array object, and ``step_tensors.py`` keeps the tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,12 @@ class LoadedModel:
         return params.is_greedy or self.metadata.token_function == DRAW
 
     def step(
-        self, requests: list[tuple[SequenceId, int]], ids: Any, logit_rows: list[int] | None = None
+        self,
+        requests: list[tuple[SequenceId, int]],
+        ids: Any,
+        logit_rows: list[int] | None = None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """Append tokens to sequences and return logits.
 
@@ -112,6 +117,8 @@ class LoadedModel:
             Token ids, all sequences' one after another.
         logit_rows : list of int, optional
             Rows whose logits are wanted; by default the last of each sequence.
+        meanwhile : callable, optional
+            Called once while the device computes; before that where computing takes this thread.
 
         Returns
         -------
@@ -123,7 +130,7 @@ class LoadedModel:
         CacheError
             If the cache cannot take the step; nothing changes.
         """
-        return self._step(requests, ids, logit_rows)[1]
+        return self._step(requests, ids, logit_rows, meanwhile=meanwhile)[1]
 
     def draw(
         self,
@@ -132,6 +139,8 @@ class LoadedModel:
         draws: np.ndarray,
         logit_rows: list[int] | None = None,
         hosted: Sequence[int] = (),
+        *,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Append tokens to sequences, as :meth:`step` does, and draw the next ones on the device.
 
@@ -149,7 +158,7 @@ class LoadedModel:
         logits : numpy.ndarray
             float32 ``[len(hosted), vocabulary]``.
         """
-        return self._step(requests, ids, logit_rows, draws, hosted)
+        return self._step(requests, ids, logit_rows, draws, hosted, meanwhile)
 
     def likeliest(self, requests: list[tuple[SequenceId, int]], ids: Any) -> np.ndarray:
         """Append tokens, and find the likeliest next one of each sequence: int32, on the device if it can."""
@@ -164,10 +173,13 @@ class LoadedModel:
         logit_rows: list[int] | None,
         draws: np.ndarray | None = None,
         hosted: Sequence[int] | None = None,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logits of the ``hosted`` rows (by default of all that are wanted)."""
         plan = build_step(self.plan, requests, self.library.threads)
         try:
+            if meanwhile is not None and self._driver is None:
+                meanwhile()
             with self._driver.current(self.library.device.handle) if self._driver else nullcontext():
                 if logit_rows is None and plan.num_rows == plan.num_sequences:
                     wanted, results = plan.num_rows, self._decode(ids, draws, plan)
@@ -175,6 +187,8 @@ class LoadedModel:
                     if logit_rows is None:
                         logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
                     wanted, results = len(logit_rows), self._prefill(ids, logit_rows, draws, plan)
+                if meanwhile is not None and self._driver is not None:
+                    meanwhile()
                 found = self._fetcher.fetch(results, wanted, range(wanted) if hosted is None else hosted)
         except BaseException:
             plan.abort()

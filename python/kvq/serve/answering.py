@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any, TypeVar
 
 from fastapi import Request as HttpRequest
@@ -14,14 +14,14 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvq.engine.answers import Answer, Part, Whole
-from kvq.engine.request import Piece, Request
+from kvq.engine.request import Piece
 from kvq.errors import KvqError
 from kvq.serve.errors import error_content, status_of
 
 logger = logging.getLogger("kvq")
 
-#: Starts a request: pieces of its answer; closing the generator cancels it.
-Generate = Callable[[Request], AsyncGenerator[Piece, None]]
+#: Pieces of an answer's requests as they come, all that wait at once. Closing it cancels the requests.
+Pieces = AsyncGenerator[list[tuple[int, Piece]], None]
 
 _Result = TypeVar("_Result")
 
@@ -29,39 +29,7 @@ _Result = TypeVar("_Result")
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
 
-async def run_all(generate: Generate, requests: list[Request]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """Run requests at once: index and piece, as they come. Closing the generator cancels all of them."""
-    if len(requests) == 1:
-        async with contextlib.aclosing(generate(requests[0])) as pieces:
-            async for piece in pieces:
-                yield 0, piece
-        return
-    queue: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-
-    async def pump(index: int, request: Request) -> None:
-        try:
-            async with contextlib.aclosing(generate(request)) as pieces:
-                async for piece in pieces:
-                    queue.put_nowait((index, piece))
-        except Exception as error:
-            queue.put_nowait((index, error))
-
-    tasks = [asyncio.create_task(pump(index, request)) for index, request in enumerate(requests)]
-    running = len(tasks)
-    try:
-        while running:
-            index, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            running -= item.finish_reason is not None
-            yield index, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def collect(generate: Generate, answer: Answer[Whole, Part]) -> Whole:
+async def collect(source: Pieces, answer: Answer[Whole, Part]) -> Whole:
     """The whole answer.
 
     Raises
@@ -69,34 +37,46 @@ async def collect(generate: Generate, answer: Answer[Whole, Part]) -> Whole:
     EngineError
         If the engine had to end one of its choices; the others are cancelled.
     """
-    async with contextlib.aclosing(run_all(generate, answer.requests)) as pieces:
-        async for index, piece in pieces:
-            answer.feed(index, piece)
+    async with contextlib.aclosing(source) as batches:
+        async for pieces in batches:
+            for index, piece in pieces:
+                answer.feed(index, piece)
     return answer.whole()
 
 
 async def events(
-    generate: Generate, answer: Answer[Whole, Part], include_usage: bool
+    source: Pieces, answer: Answer[Whole, Part], include_usage: bool
 ) -> AsyncGenerator[str, None]:
-    """The answer as server-sent events. What goes wrong on the way is an event too: the status is sent."""
+    """The answer as server-sent events, those that are ready at once in one text.
+
+    What goes wrong on the way is an event too: the status is sent.
+    """
+    ready: list[str] = []
     try:
-        async with contextlib.aclosing(run_all(generate, answer.requests)) as pieces:
-            async for index, piece in pieces:
-                part = answer.feed(index, piece)
-                if part is not None:
-                    yield _event(part.model_dump_json())
+        async with contextlib.aclosing(source) as batches:
+            async for pieces in batches:
+                for index, piece in pieces:
+                    part = answer.feed_json(index, piece)
+                    if part is not None:
+                        ready.append(_event(part))
+                if ready:
+                    yield "".join(ready)
+                    ready.clear()
         if include_usage:
-            yield _event(answer.usage_part().model_dump_json())
+            ready.append(_event(answer.usage_part().model_dump_json()))
     except KvqError as error:
-        yield _event(json.dumps(error_content(status_of(error), str(error))))
+        ready.append(_event(json.dumps(error_content(status_of(error), str(error)))))
     except Exception:
         logger.exception("a stream failed")
-        yield _event(json.dumps(error_content(500, "the server failed; its log says why")))
-    yield _event("[DONE]")
+        ready.append(_event(json.dumps(error_content(500, "the server failed; its log says why"))))
+    ready.append(_event("[DONE]"))
+    yield "".join(ready)
 
 
 def _event(data: str) -> str:
-    return f"data: {data.translate(_LINE_ENDS)}\n\n"
+    if not data.isascii():
+        data = data.translate(_LINE_ENDS)
+    return f"data: {data}\n\n"
 
 
 class EventStream(StreamingResponse):

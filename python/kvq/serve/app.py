@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -26,8 +25,8 @@ from kvq.engine.protocol import (
     Model,
     ModelList,
 )
-from kvq.engine.request import Piece, Request
-from kvq.serve.answering import EventStream, collect, events, until_gone
+from kvq.engine.request import Request
+from kvq.serve.answering import EventStream, Pieces, collect, events, until_gone
 from kvq.serve.errors import ServerError, add_handlers
 from kvq.serve.guards import ApiKey, BodyLimit
 from kvq.serve.metrics import Metrics
@@ -73,9 +72,9 @@ class Service:
         self.ask = Asker(engine.tokenizer, engine.config, options.model_id, engine.check)
         self.draining = False
 
-    def generate(self, request: Request) -> AsyncGenerator[Piece, None]:
+    def run(self, requests: list[Request]) -> Pieces:
         """Pieces of an answer, their times noted."""
-        return self.metrics.observe(self.engine.generate(request))
+        return self.metrics.observe(self.engine.run(requests))
 
     def check_model(self, name: str | None) -> None:
         """Refuse a model that is not served."""
@@ -101,8 +100,8 @@ class Service:
         answer: Answer[Any, Any] = await run_in_threadpool(make, options)
         if options.stream:
             usage = bool(options.stream_options and options.stream_options.include_usage)
-            return EventStream(events(self.generate, answer, usage))
-        whole = await until_gone(http, collect(self.generate, answer))
+            return EventStream(events(self.run(answer.requests), answer, usage))
+        whole = await until_gone(http, collect(self.run(answer.requests), answer))
         if whole is None:
             return Response(status_code=_CLIENT_GONE)
         return Response(whole.model_dump_json(), media_type="application/json")
