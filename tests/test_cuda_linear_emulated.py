@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tvm
+from ml_dtypes import bfloat16
 
 from cuda_emulator import build, compiler, run
 from kernel_rig import relative_error
@@ -13,6 +14,7 @@ from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
 from kvq.schedules.cuda import weight_fragments
 from kvq.schedules.cuda.linear_few import FewTuning, linear_few
 from kvq.schedules.cuda.linear_tiles import TileProduct, linear_tiles
+from kvq.schedules.cuda.pointwise import round_rows
 from kvq.schedules.cuda.tile_tuning import TileTuning
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -38,30 +40,34 @@ def program(func, directory, shared_bytes: int, threads: int, cluster: int = 1):
     return build(built.mod.imports[0].inspect_source("cuda"), directory, shared_bytes, threads, cluster)
 
 
-def prepare(directory, name: str, raw: np.ndarray, n: int, k: int) -> np.ndarray:
+def prepare(directory, name: str, raw: np.ndarray, n: int, k: int, *dtype: str) -> np.ndarray:
     """A stored tensor in the order of fragments, by the kernel that does it."""
-    func = getattr(weight_fragments, f"prepare_{name}")(n, k)
+    func = getattr(weight_fragments, f"prepare_{name}")(n, k, *dtype)
     shape = getattr(weight_fragments, f"{name}_shape")(n, k)
-    out = np.full(shape, 0xFF, np.float16 if name == "scales" else np.uint32)
+    out = np.full(shape, 0xFF, np.uint16 if name == "scales" else np.uint32)
     threads = weight_fragments.THREADS
     blocks = [(i, 0) for i in range(-(-out.size // threads))]
     made = program(func, directory / name, 16, threads)
     return run(made, {"raw_ptr": raw, "out_ptr": out}, blocks)["out_ptr"]
 
 
-def make_weight(directory, storage: str, n: int):
+#: Prepared codes by the number of outputs: the same for operands of every type.
+CODES: dict[int, np.ndarray] = {}
+
+
+def make_weight(directory, storage: str, n: int, dtype: str = "float16"):
     """The tensors of a weight in the order of fragments, by the names of kernels, and what they stand for."""
     rng = np.random.default_rng(0)
     values = (rng.standard_normal((n, K)) / K**0.5).astype(np.float32)
     if storage == "float16":
         stored = values.astype(np.float16)
-        return {"weight_ptr": prepare(directory, "matrix", stored, n, K)}, stored.astype(np.float32)
+        tensors = {"weight_ptr": prepare(directory, "matrix", stored, n, K, dtype)}
+        return tensors, stored.astype(dtype).astype(np.float32)
     codes, scales = quantize_q4f16_1(values)
-    tensors = {
-        "codes_ptr": prepare(directory, "codes", codes, n, K),
-        "scales_ptr": prepare(directory, "scales", scales, n, K),
-    }
-    return tensors, dequantize_q4f16_1(codes, scales)
+    if n not in CODES:
+        CODES[n] = prepare(directory, "codes", codes, n, K)
+    tensors = {"codes_ptr": CODES[n], "scales_ptr": prepare(directory, "scales", scales, n, K, dtype)}
+    return tensors, dequantize_q4f16_1(codes, scales.astype(dtype).astype(np.float32))
 
 
 @pytest.fixture(scope="module", params=weight_fragments.KINDS)
@@ -123,6 +129,42 @@ def test_many_rows(weight, tuning, tmp_path):
         blocks = [(0, *block) for block in blocks]
     out = execute(made, {"x_ptr": in_operand_order(x), **tensors, **ends(ROWS, residual)}, ROWS, blocks)
     assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
+
+
+@pytest.mark.parametrize(
+    ("storage", "tuning"), [("int4", None), ("float16", TILES[1])], ids=["few-int4", "groups-float16"]
+)
+def test_rows_beyond_fp16(storage, tuning, tmp_path):
+    """Products of bf16 operands: to the rounding of a code times a scale, otherwise exact."""
+    tensors, values = make_weight(tmp_path, storage, N_OUT, "bfloat16")
+    count = 5 if tuning is None else ROWS
+    x = rows(count).astype(np.float32)
+    x[:, 7], x[1::2] = 1e6, x[1::2] * 1e6
+    x = x.astype(bfloat16)
+    if tuning is None:
+        tuning, blocks = FewTuning(warps=2, ahead=2), [(i, 0) for i in range(weight_fragments.tiles(N_OUT))]
+        func = linear_few(N_OUT, K, storage, tuning, dtype="bfloat16")
+        made = program(func, tmp_path / "few", 16, tuning.warps * 32)
+        given = x
+    else:
+        func = linear_tiles(N_OUT, K, storage, tuning, dtype="bfloat16")
+        shared_bytes = TileProduct(N_OUT, K, storage, tuning, dtype="bfloat16").shared_bytes
+        made = program(func, tmp_path / "tiles", shared_bytes, tuning.threads)
+        columns, lines = -(-N_OUT // tuning.outputs), -(-ROWS // tuning.rows)
+        blocks = [(i, j) for j in range(columns) for i in range(lines)]
+        given = in_operand_order(x)
+    out = execute(made, {"x_ptr": given.view(np.uint16), **tensors, **ends(count, False)}, count, blocks)
+    for row, wanted in zip(out, expected(x, values), strict=True):
+        assert relative_error(row, wanted) < (3e-3 if storage == "int4" else 1e-5)
+
+
+def test_rounding_to_bf16(tmp_path):
+    made = program(round_rows(64, "bfloat16"), tmp_path / "round", 16, 256)
+    x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32) * 300
+    x[:, :5] = 1e6, -3e38, np.nan, 1e-30, 1.00390625  # the last lies between two
+    out = execute(made, {"x_ptr": x, "out_ptr": np.zeros(x.shape, np.uint16)}, 2, [(0, 0), (0, 1)])
+    found, wanted = (rounded.astype(np.float32) for rounded in (out.view(bfloat16), x.astype(bfloat16)))
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_gated(tmp_path):
