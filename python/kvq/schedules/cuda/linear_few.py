@@ -23,6 +23,8 @@ from .products import product_func
 from .unit_weights import UnitWeights
 from .weight_fragments import STEPS, TILE, UNIT, tiles, unit_words
 
+#: How weights are read: once. Not as ``.nc``, which ptxas moves behind the wait for the kernel before.
+_ONCE = ".L1::no_allocate"
 #: Most rows: two tiles of 8.
 MOST_ROWS = 16
 #: Tiles of a weight that keep all multiprocessors busy with small blocks.
@@ -74,14 +76,14 @@ class _Few:
         if self.storage == "int4":
             codes, scales = weight
             source = T.bind(codes.ptr_to([tile, unit, lane, 0]))
-            load_global(held, at, 4, source, cache=".nc.L1::no_allocate")
+            load_global(held, at, 4, source, cache=_ONCE)
             g, group = T.shift_right(lane, 2), T.shift_right(T.bitwise_and(lane, 3), 1)
             source = T.bind(scales.ptr_to([tile, unit, group, g, 0]))
-            load_global(held, at + self.words, 1, source, cache=".nc.L1::no_allocate")
+            load_global(held, at + self.words, 1, source, cache=_ONCE)
             return
         source = T.bind(weight[0].ptr_to([tile, unit, 0, lane, 0]))
         for step in range(STEPS):
-            load_global(held, at + 4 * step, 4, source, 512 * step, cache=".nc.L1::no_allocate")
+            load_global(held, at + 4 * step, 4, source, 512 * step, cache=_ONCE)
 
     def products(self, weight, x, tile, n, row_tiles: int, warp, lane):
         """The warp's part of the sums: ``4 * row_tiles`` registers."""
