@@ -218,7 +218,7 @@ class EngineCore:
                 self._prompt_tokens += state.stats.prompt_tokens
                 self._hit_tokens += state.stats.cached_tokens
         try:
-            drawn, tokens, logits = self._run(shares, meanwhile)
+            drawn, tokens, logits = self._run(batch, shares, meanwhile)
         except Exception as error:
             logger.exception("a step of %d requests failed", len(batch))
             outputs += [self._fail(state, _one_line(error)) for state in batch]
@@ -231,28 +231,34 @@ class EngineCore:
         elapsed = time.perf_counter() - started
         for state, (_, count) in zip(batch, shares, strict=True):
             state.count(count, elapsed)
-        self._count(shares)
+        self._count(batch, shares)
         self._draw([batch[i] for i in drawn], tokens, logits, outputs)
 
     def _run(
-        self, shares: list[tuple[Job, int]], meanwhile: Callable[[], None] | None
+        self,
+        batch: list[RequestState],
+        shares: list[tuple[Job, int]],
+        meanwhile: Callable[[], None] | None,
     ) -> tuple[list[int], np.ndarray, list[np.ndarray | None]]:
         """Run the model; which shares end in a token to draw, the tokens, logits where they are needed."""
-        cache = self.model.cache
+        length = self.model.cache.length
         requests: list[tuple[SequenceId, int]] = []
         ids: list[int] = []
         drawn: list[int] = []
         rows: list[int] = []
         for index, (job, count) in enumerate(shares):
-            start = cache.length(job.id)
-            ids.extend(job.tokens[start : start + count])
+            start, tokens_of = length(job.id), job.tokens
+            if count == 1:
+                ids.append(tokens_of[start])
+            else:
+                ids.extend(tokens_of[start : start + count])
             requests.append((job.id, count))
-            if start + count == len(job.tokens):
+            if start + count == len(tokens_of):
                 drawn.append(index)
                 rows.append(len(ids) - 1)
         # A kernel wants at least one row; that of a prompt that goes on is then of no use.
         wanted = None if len(drawn) == len(shares) else rows or [len(ids) - 1]
-        states = [self._states[shares[i][0].id] for i in drawn]
+        states = [batch[i] for i in drawn]
         on_device = [state.on_device for state in states]
         if any(on_device) or (self._draws and not drawn):
             hosted = [row for row, here in enumerate(on_device) if not here]
@@ -339,8 +345,8 @@ class EngineCore:
             faults=(nans, saturated),
         )
 
-    def _count(self, shares: list[tuple[Job, int]]) -> None:
-        decoded = sum(self._states[job.id].decodes for job, _ in shares)
+    def _count(self, batch: list[RequestState], shares: list[tuple[Job, int]]) -> None:
+        decoded = sum(state.decodes for state in batch)
         self._decode_rows += decoded
         self._prefill_rows += sum(count for _, count in shares) - decoded
         self._steps += 1

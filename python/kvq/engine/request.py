@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -106,8 +106,7 @@ class RequestStats:
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """What a step brought for a request.
 
     Attributes

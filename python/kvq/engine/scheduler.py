@@ -108,6 +108,9 @@ class Scheduler:
         index, preempted = 0, False
         while index < len(self.running):
             job = self.running[index]
+            if step.take_row(job):
+                index += 1
+                continue
             wanted = step.rows_for(job)
             while wanted and step.pages_for(job, wanted) > step.pages and job is not self.running[-1]:
                 self._preempt()
@@ -126,7 +129,7 @@ class Scheduler:
         """A step has run: pages that its prefills sealed can serve others, and those left behind are free."""
         for job, count in shares:
             unseen = self.cache.unseen_pages(job.id)
-            if count > 1 or self.pending(job) or unseen:
+            if count > 1 or unseen or self.pending(job):
                 self._publish(job)
             if unseen:
                 self.cache.release_unseen(job.id)
@@ -203,7 +206,11 @@ class _Step:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self._cache = scheduler, scheduler.cache
-        self._decoding = {job.id for job in scheduler.running if scheduler.pending(job) == 1}
+        length = self._cache.length
+        #: Lengths of the jobs that decode, by their ids.
+        self._decoding = {
+            job.id: here for job in scheduler.running if len(job.tokens) - (here := length(job.id)) == 1
+        }
         self.prefill_rows = scheduler.max_rows - len(self._decoding)
         self.workspace = self._cache.num_workspace
         self.taken_pages = 0
@@ -213,6 +220,14 @@ class _Step:
     def pages(self) -> int:
         """Pool pages that are still to be had."""
         return self._cache.pool.num_available - self.taken_pages
+
+    def take_row(self, job: Job) -> bool:
+        """Give a decoding job its row if that completes no page, so that there is nothing to weigh."""
+        length = self._decoding.get(job.id)
+        if length is None or not (length + 1) % self._cache.page_size:
+            return False
+        self.shares.append((job, 1))
+        return True
 
     def rows_for(self, job: Job) -> int:
         """Rows that a job can have, pool pages apart."""

@@ -53,7 +53,7 @@ class Sequence:
     first_page: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Append:
     """A sequence's share of a step: ``count`` rows from position ``start``, pages that become full."""
 
@@ -131,7 +131,8 @@ class PagedKVCache:
 
     def length(self, sequence_id: SequenceId) -> int:
         """Tokens of a sequence."""
-        return self.sequence(sequence_id).length
+        sequence = self._sequences.get(sequence_id)
+        return self.sequence(sequence_id).length if sequence is None else sequence.length
 
     def first_page_seen(self, position: int) -> int:
         """The first page that a row at ``position`` sees in any layer."""
@@ -139,6 +140,8 @@ class PagedKVCache:
 
     def unseen_pages(self, sequence_id: SequenceId) -> int:
         """Pages of a sequence that no later row of it sees; without a window, none."""
+        if self.window is None:
+            return 0
         sequence = self.sequence(sequence_id)
         return max(0, self.first_page_seen(sequence.length) - sequence.first_page)
 
@@ -321,18 +324,20 @@ class PagedKVCache:
             If pool or workspace have too few pages, or a request is malformed; nothing changes.
         """
         self._check_idle()
-        size = self.page_size
+        size, sequences = self.page_size, self._sequences
         appends = []
         pages = workspace = 0
         for sequence_id, count in requests:
-            sequence = self.sequence(sequence_id)
+            sequence = sequences.get(sequence_id) or self.sequence(sequence_id)
             if count < 1:
                 raise CacheError(f"cannot append {count} tokens to sequence {sequence_id!r}")
-            first, end = sequence.length // size, sequence.length + count
-            pages += end // size - first
-            workspace += (end - 1) // size - first
-            appends.append(Append(sequence, sequence.length, count, []))
-        if len(appends) > 1 and len({id(a.sequence) for a in appends}) < len(appends):
+            start = sequence.length
+            appends.append(Append(sequence, start, count, []))
+            if start % size + count >= size:
+                first, end = start // size, start + count
+                pages += end // size - first
+                workspace += (end - 1) // size - first
+        if len(dict(requests)) < len(requests):
             raise CacheError("a sequence appears twice in one step")
         if pages > self.pool.num_free:
             raise CacheError(
@@ -346,8 +351,9 @@ class PagedKVCache:
             )
         if pages:
             for append in appends:
-                end = append.start + append.count
-                append.new_pages = [self.pool.allocate() for _ in range(append.start // size, end // size)]
+                if append.start % size + append.count >= size:
+                    full = range(append.start // size, (append.start + append.count) // size)
+                    append.new_pages = [self.pool.allocate() for _ in full]
         self._step = appends
         return appends
 
@@ -355,8 +361,9 @@ class PagedKVCache:
         """The open step has run: its pages are sealed, its tokens count."""
         assert self._step is not None, "no step is open"
         for append in self._step:
-            append.sequence.pages.extend(append.new_pages)
             append.sequence.length += append.count
+            if append.new_pages:
+                append.sequence.pages.extend(append.new_pages)
         self._step = None
 
     def abort_step(self) -> None:

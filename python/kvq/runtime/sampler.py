@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -107,8 +108,7 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
         raise ConfigError(f"logit_bias names token {outside[0]}: ids are 0 .. {vocab_size - 1}")
 
 
-@dataclass(frozen=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A drawn token; log probabilities are the model's own, before penalties and temperature."""
 
     id: int
@@ -139,16 +139,24 @@ class Sampler:
         self._prompt = set(prompt) if params.repetition_penalty != 1 else set()
         seed = int.from_bytes(os.urandom(8), "little") if params.seed is None else params.seed
         self._seed, self._choice = seed % 2**64, choice
+        self._device_fields = self._make_device_fields()
         check_bias(params, vocab_size)
 
     def device_draw(self, position: int) -> np.ndarray:
         """How a device draws the token that stands at ``position``, int32 ``[DRAW_FIELDS]``."""
+        fields = self._device_fields.copy()
+        if fields[0]:
+            fields[-1] = position
+        return fields
+
+    def _make_device_fields(self) -> np.ndarray:
+        """What :meth:`device_draw` gives, but for the position."""
         p = self.params
         fields = np.zeros(DRAW_FIELDS, np.uint32)
         if not p.is_greedy:
             fields[[0, 2, 3]] = np.array([p.temperature, p.top_p, p.min_p], np.float32).view(np.uint32)
             fields[1] = min(p.top_k, self._vocab_size)
-            fields[4:] = self._seed % 2**32, self._seed >> 32, self._choice, position
+            fields[4:7] = self._seed % 2**32, self._seed >> 32, self._choice
         return fields.view(np.int32)
 
     def sample(self, logits: np.ndarray, position: int, allowed: np.ndarray | None = None) -> SampledToken:
