@@ -27,16 +27,18 @@ RAGGED = [int(n) for n in np.random.default_rng(0).integers(1, 9000, 40)]
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1], [64], [65], [131072], [8192] * 8, [2148] * 20, RAGGED, [50000, 3], [70] * 256]
+    "lengths", [[1], [64], [65], [80, 65], [131072], [8192] * 8, [2148] * 20, RAGGED, [50000, 3], [70] * 256]
 )
 @pytest.mark.parametrize("slots", [0, 40, 1024])
 def test_every_row_is_covered_once(lengths, slots):
     rows = requests(lengths)
-    tasks = plan_decode(rows, PAGE, device(), slots)
+    tasks = plan_decode(rows, PAGE, device(), slots).tolist()
     used: list[int] = []
     for row, (start, row_page, position) in enumerate(rows):
         own = sorted((task for task in tasks if task[0] == row), key=lambda task: task[7])
-        assert [task[7] for task in own] == list(range(own[0][6])) and len({task[5:7] for task in own}) == 1
+        assert [task[7] for task in own] == list(range(own[0][6])) and len(
+            {tuple(task[5:7]) for task in own}
+        ) == 1
         covered = [page for task in own for page in range(task[1], task[1] + task[2])]
         assert covered == list(range(start, start + position // PAGE))
         assert [task[4] for task in own] == [0] * (len(own) - 1) + [position % PAGE + 1]

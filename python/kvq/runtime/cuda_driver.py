@@ -34,6 +34,7 @@ class CudaDriver:
     def __init__(self, blocking: bool = True) -> None:
         try:
             self._cuda = ctypes.CDLL("libcuda.so.1")
+            self._short = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise LibraryError(f"no CUDA driver: {error}") from None
         self._context = ctypes.c_void_p()
@@ -44,8 +45,18 @@ class CudaDriver:
         self.call("cuStreamCreate", ctypes.byref(self.stream), _BLOCKING if blocking else _NON_BLOCKING)
 
     def call(self, name: str, *args: Any) -> None:
-        """Call a function of the driver."""
-        status = getattr(self._cuda, name)(*args)
+        """Call a function of the driver, which may take its time: other threads of Python run meanwhile."""
+        self._check(name, getattr(self._cuda, name)(*args))
+
+    def call_short(self, name: str, *args: Any) -> None:
+        """Call a function that only puts something on the stream.
+
+        Python's lock is kept: to give it up for a microsecond means to wait until another thread, a server's
+        for example, gives it back.
+        """
+        self._check(name, getattr(self._short, name)(*args))
+
+    def _check(self, name: str, status: int) -> None:
         if status:
             text = ctypes.c_char_p()
             self._cuda.cuGetErrorString(status, ctypes.byref(text))
@@ -54,7 +65,7 @@ class CudaDriver:
     @contextmanager
     def current(self, device: Any) -> Iterator[None]:
         """Make context and stream those of this thread, also of TVM's calls on ``device``."""
-        self.call("cuCtxSetCurrent", self._context)
+        self.call_short("cuCtxSetCurrent", self._context)
         with tvm_ffi.use_raw_stream(device, self.stream.value or 0):
             yield
 
@@ -76,7 +87,7 @@ class CudaDriver:
 
     def launch(self, executable: ctypes.c_void_p) -> None:
         """Put a graph on the stream."""
-        self.call("cuGraphLaunch", executable, self.stream)
+        self.call_short("cuGraphLaunch", executable, self.stream)
 
     def free_graph(self, executable: ctypes.c_void_p) -> None:
         """Free what :meth:`capture` made."""
@@ -96,16 +107,21 @@ class CudaDriver:
 
     def copy_to_device(self, target: int, source: np.ndarray) -> None:
         """Put a copy of a pinned array to the device's address ``target`` on the stream."""
-        host, size = ctypes.c_void_p(source.ctypes.data), ctypes.c_size_t(source.nbytes)
-        self.call("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), host, size, self.stream)
+        host, size = ctypes.c_void_p(_address(source)), ctypes.c_size_t(source.nbytes)
+        self.call_short("cuMemcpyHtoDAsync_v2", ctypes.c_uint64(target), host, size, self.stream)
 
-    def copy_to_host(self, target: np.ndarray, source: int) -> None:
-        """Put a copy from the device's address ``source`` to a pinned array on the stream."""
-        host, size = ctypes.c_void_p(target.ctypes.data), ctypes.c_size_t(target.nbytes)
-        self.call("cuMemcpyDtoHAsync_v2", host, ctypes.c_uint64(source), size, self.stream)
+    def copy_to_host(self, target: np.ndarray, source: int, pinned: bool = True) -> None:
+        """Put a copy from the device's address ``source`` on the stream; waits for it if not ``pinned``."""
+        host, size = ctypes.c_void_p(_address(target)), ctypes.c_size_t(target.nbytes)
+        call = self.call_short if pinned else self.call
+        call("cuMemcpyDtoHAsync_v2", host, ctypes.c_uint64(source), size, self.stream)
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the device that are free, and all of them."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
+
+
+def _address(array: np.ndarray) -> int:
+    return int(array.__array_interface__["data"][0])

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from kvq.layout import FRAGMENT_TILE, KVLayout
 
 #: What a part costs beyond its pages, and adding parts up: the time in which the device reads so many bytes.
@@ -72,8 +74,8 @@ class DecodeDevice:
 
 def plan_decode(
     rows: Sequence[tuple[int, int, int]], page_size: int, device: DecodeDevice, scratch_slots: int
-) -> list[DecodeTask]:
-    """Cut the rows of a decode step into parts, the longest first.
+) -> np.ndarray:
+    """Cut the rows of a decode step into parts, the longest first: tasks, int32 ``[tasks, 8]``.
 
     Parameters
     ----------
@@ -87,30 +89,58 @@ def plan_decode(
     scratch_slots : int
         Partial results there is room for; rows stay whole when it is used up.
     """
-    sizes = tuple(_units(position, page_size, device.tile_work) for _, _, position in rows)
-    bounds = _best_bounds(tuple(position // page_size for _, _, position in rows), sizes, device)
+    work = _work(rows, page_size, 0)
+    tasks = _tasks(work, device, scratch_slots).copy()
+    starts, row_pages, positions = np.array(rows, np.int32).T
+    grown = positions // page_size - np.array([pages for pages, _ in work], np.int32)
+    row, last = tasks[:, 0], tasks[:, 4]
+    tasks[:, 1] += starts[row]
+    tasks[:, 2] += last * grown[row]
+    tasks[:, 3] = row_pages[row]
+    tasks[:, 4] = last * (positions % page_size + 1)[row]
+    return tasks
+
+
+def expect_decode(
+    rows: Sequence[tuple[int, int, int]], page_size: int, device: DecodeDevice, scratch_slots: int
+) -> None:
+    """Think about the step that most likely follows, so that its :func:`plan_decode` finds that done."""
+    _tasks(_work(rows, page_size, 1), device, scratch_slots)
+
+
+def _work(rows: Sequence[tuple[int, int, int]], page_size: int, ahead: int) -> tuple[tuple[int, int], ...]:
+    """Sealed pages, and tiles of the own page, of each row when it is ``ahead`` tokens further.
+
+    All rows are taken back to where the first one began its tile: so their work stays for as many steps, in
+    which a row completes one page at most.
+    """
+    ahead -= (rows[0][2] + ahead) % FRAGMENT_TILE
+    places = [divmod(max(0, position + ahead), page_size) for _, _, position in rows]
+    return tuple((page, at // FRAGMENT_TILE + 1) for page, at in places)
+
+
+@lru_cache(maxsize=8)
+def _tasks(work: tuple[tuple[int, int], ...], device: DecodeDevice, scratch_slots: int) -> np.ndarray:
+    """The tasks of rows with start and row page 0, and one row of the own page."""
+    sizes = [pages + tiles * device.tile_work for pages, tiles in work]
+    bounds = _best_bounds([pages for pages, _ in work], sizes, device)
     tasks: list[tuple[float, DecodeTask]] = []
     used = 0
-    for row, ((start, row_page, position), size) in enumerate(zip(rows, sizes, strict=True)):
-        cuts, own = bounds[row], position % page_size + 1
+    for row, ((pages, _), size) in enumerate(zip(work, sizes, strict=True)):
+        cuts, slot = bounds[row], 0
         parts = len(cuts) - 1
         if 1 < parts <= scratch_slots - used:
             slot, used = used, used + parts
         else:
-            cuts, parts, slot = [0, position // page_size], 1, 0
+            cuts, parts = [0, pages], 1
         for part, (cost, first, end) in enumerate(_costs(cuts, size)):
-            rows_seen = own if part == parts - 1 else 0
-            tasks.append((cost, (row, start + first, end - first, row_page, rows_seen, slot, parts, part)))
+            tasks.append((cost, (row, first, end - first, 0, int(part == parts - 1), slot, parts, part)))
     tasks.sort(key=lambda item: -item[0])
-    return [task for _, task in tasks]
+    return np.array([task for _, task in tasks], np.int32)
 
 
-@lru_cache(maxsize=8)
-def _best_bounds(pages: tuple[int, ...], sizes: tuple[float, ...], device: DecodeDevice) -> list[list[int]]:
-    """Bounds of the parts of each row: of a few ways to cut, the one that should be done first.
-
-    The next step mostly asks for the same: a row's work changes with every 16th token.
-    """
+def _best_bounds(pages: Sequence[int], sizes: Sequence[float], device: DecodeDevice) -> list[list[int]]:
+    """Bounds of the parts of each row: of a few ways to cut, the one that should be done first."""
     ideal = sum(sizes) / device.columns
     best: list[list[int]] = []
     shortest = float("inf")
@@ -163,9 +193,3 @@ def _makespan(bounds: Sequence[Sequence[int]], sizes: Sequence[float], device: D
         time += (end - before) / min(device.rate, columns / (columns - done))
         before = end
     return time
-
-
-def _units(position: int, page_size: int, tile_work: float) -> float:
-    """Work of a row: its sealed pages, and its own page's tiles."""
-    tiles = -(-(position % page_size + 1) // FRAGMENT_TILE)
-    return position // page_size + tiles * tile_work

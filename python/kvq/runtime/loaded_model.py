@@ -176,19 +176,23 @@ class LoadedModel:
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logits of the ``hosted`` rows (by default of all that are wanted)."""
-        plan = build_step(self.plan, requests, self.library.threads)
+        decodes = logit_rows is None and max(count for _, count in requests) == 1
+        cut = not (decodes and self._steps.cuts_decode)
+        plan = build_step(self.plan, requests, self.library.threads, cut_attention=cut)
         try:
             if meanwhile is not None and self._driver is None:
                 meanwhile()
             with self._driver.current(self.library.device.handle) if self._driver else nullcontext():
-                if logit_rows is None and plan.num_rows == plan.num_sequences:
+                if decodes:
                     wanted, results = plan.num_rows, self._decode(ids, draws, plan)
                 else:
                     if logit_rows is None:
                         logit_rows = (np.cumsum([count for _, count in requests]) - 1).tolist()
                     wanted, results = len(logit_rows), self._prefill(ids, logit_rows, draws, plan)
-                if meanwhile is not None and self._driver is not None:
-                    meanwhile()
+                if self._driver is not None:
+                    if meanwhile is not None:
+                        meanwhile()
+                    self._steps.expect_next()
                 found = self._fetcher.fetch(results, wanted, range(wanted) if hosted is None else hosted)
         except BaseException:
             plan.abort()

@@ -71,6 +71,9 @@ class StepPlan:
         int32 ``[.., 2]``, ``[.., 2]``, ``[.., 7]``, ``[.., 3]``.
     table_entries : int
         Entries of ``page_table`` that the step uses.
+    spans : list of tuple
+        The step's rows, those of each page together, in order: first row, end row, where page 0 is in the
+        page table, row page, page, and the first page that a row sees.
     kv_faults : numpy.ndarray
         int32 ``[max_rows, 2]``, zeroed by ``build_step``: NaNs replaced and values saturated, per row.
     """
@@ -104,6 +107,7 @@ class StepPlan:
         self.num_rows = 0
         self.num_sequences = 0
         self.table_entries = 0
+        self.spans: list[_Span] = []
 
     def commit(self) -> None:
         """The step ran: lengths and page tables advance."""
@@ -114,7 +118,9 @@ class StepPlan:
         self.cache.abort_step()
 
 
-def build_step(plan: StepPlan, requests: list[tuple[SequenceId, int]], threads: int) -> StepPlan:
+def build_step(
+    plan: StepPlan, requests: list[tuple[SequenceId, int]], threads: int, cut_attention: bool = True
+) -> StepPlan:
     """Reserve the pages of a step and fill its arrays; ``plan.commit()`` follows when it has run.
 
     Parameters
@@ -125,6 +131,8 @@ def build_step(plan: StepPlan, requests: list[tuple[SequenceId, int]], threads: 
         New rows of each sequence, in the order of the step's rows.
     threads : int
         Threads of the device; decides how attention is cut into tasks, never what it computes.
+    cut_attention : bool
+        Whether to cut it here; else there are no attention and merge tasks, and the spans say what to cut.
 
     Raises
     ------
@@ -137,14 +145,16 @@ def build_step(plan: StepPlan, requests: list[tuple[SequenceId, int]], threads: 
         raise CacheError(f"the step has {rows} rows, the library's limit is {plan.max_rows}")
     appends = plan.cache.begin_step(requests)
     try:
-        _fill(plan, appends, rows, threads)
+        _fill(plan, appends, rows)
+        if cut_attention:
+            _fill_attention(plan, threads)
     except BaseException:
         plan.abort()
         raise
     return plan
 
 
-def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> None:
+def _fill(plan: StepPlan, appends: list[Append], rows: int) -> None:
     cache = plan.cache
     size, num_open = cache.page_size, cache.open_pages.num_open
     # Plain lists, assigned once: a numpy assignment for each sequence would cost more than the rest.
@@ -154,14 +164,22 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     seals: list[tuple[int, int, int]] = []
     carries: list[tuple[int, int]] = []
     spans: list[_Span] = []
-    row, workspace = 0, num_open
+    row, workspace, seen = 0, num_open, 0
     for append in appends:
         sequence, start, new = append.sequence, append.start, append.new_pages
         row_page = sequence.open_page
-        table_start, end = len(table) - sequence.first_page, start + append.count
+        table_start = len(table) - sequence.first_page
         table.extend(sequence.pages)
-        if new:
-            table.extend(new)
+        if cache.window is not None:
+            seen = cache.first_page_seen(start)
+        if append.count == 1 and not new:
+            positions.append(start)
+            slots.append(row_page * size + start % size)
+            spans.append((row, row + 1, table_start, row_page, start // size, seen))
+            row += 1
+            continue
+        end = start + append.count
+        table.extend(new)
         first_page = start // size
         for page in range(first_page, (end - 1) // size + 1):
             stop = min(end, (page + 1) * size)
@@ -185,22 +203,28 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int, threads: int) -> Non
     plan.append_slots[:rows] = slots
     plan.page_table[: len(table)] = table
     plan.table_entries = len(table)
-    tasks, merges = _attention(spans, plan, threads)
-    if plan.longest_first:
-        tasks.sort(key=_splits, reverse=True)
-    else:
-        tasks = _deal(tasks, threads)
     if seals:
         plan.seal_tasks[: len(seals)] = seals
     if carries:
         plan.carry_tasks[: len(carries)] = carries
-    plan.attention_tasks[: len(tasks)] = tasks
-    if merges:
-        plan.merge_tasks[: len(merges)] = merges
-    plan.plan_counts[:] = (len(seals), len(carries), len(tasks), len(merges))
+    plan.plan_counts[:] = (len(seals), len(carries), 0, 0)
     plan.kv_faults[:rows] = 0
     plan.num_rows = rows
     plan.num_sequences = len(appends)
+    plan.spans = spans
+
+
+def _fill_attention(plan: StepPlan, threads: int) -> None:
+    """The tasks of attention and of merging, in the order in which the device should take them."""
+    tasks, merges = _attention(plan.spans, plan, threads)
+    if plan.longest_first:
+        tasks.sort(key=_splits, reverse=True)
+    else:
+        tasks = _deal(tasks, threads)
+    plan.attention_tasks[: len(tasks)] = tasks
+    if merges:
+        plan.merge_tasks[: len(merges)] = merges
+    plan.plan_counts[2:] = (len(tasks), len(merges))
 
 
 def _attention(

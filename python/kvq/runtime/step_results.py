@@ -89,12 +89,12 @@ class CudaFetcher:
         driver, row_bytes = self._driver, 4 * results.width
         if results.tokens is not None:
             driver.copy_to_host(self._tokens[:rows], results.tokens)
+        self._beside()
         logits = np.empty((len(wanted), results.width), np.float32)
         if len(wanted) == rows:
-            driver.copy_to_host(logits, results.logits)
+            driver.copy_to_host(logits, results.logits, pinned=False)
         else:
             for at, row in enumerate(wanted):
-                driver.copy_to_host(logits[at], results.logits + row * row_bytes)
-        self._beside()
+                driver.copy_to_host(logits[at], results.logits + row * row_bytes, pinned=False)
         driver.synchronize()
         return self._tokens[: rows if results.tokens is not None else 0].copy(), logits

@@ -7,6 +7,7 @@ it. Lists then have the length that counts, since a kernel on a GPU starts one b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -16,7 +17,7 @@ import tvm_ffi
 
 from kvq.runtime.cache_shape import logit_room
 from kvq.runtime.cuda_driver import CudaDriver
-from kvq.runtime.decode_plan import DecodeDevice, plan_decode
+from kvq.runtime.decode_plan import DecodeDevice, expect_decode, plan_decode
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
 from kvq.runtime.metadata import Metadata
@@ -57,7 +58,15 @@ class StepTensors(NamedTuple):
 
 
 class StepMaker(Protocol):
-    """Makes the tensors of one step after another."""
+    """Makes the tensors of one step after another.
+
+    Attributes
+    ----------
+    cuts_decode : bool
+        Whether it cuts the attention of decode steps itself, from the plan's spans.
+    """
+
+    cuts_decode: bool
 
     def prefill(
         self, ids: Sequence[int], logit_rows: Sequence[int], draws: np.ndarray | None = None
@@ -77,6 +86,10 @@ class StepMaker(Protocol):
         """Start to fetch what :meth:`faults` returns, where that takes time."""
         ...
 
+    def expect_next(self) -> None:
+        """While a decode step runs: prepare for the one that most likely follows, where that takes time."""
+        ...
+
 
 def step_maker(plan: StepPlan, device: Device, metadata: Metadata, driver: CudaDriver | None) -> StepMaker:
     """The maker for a device and a library; ``driver`` is that of a GPU."""
@@ -85,6 +98,8 @@ def step_maker(plan: StepPlan, device: Device, metadata: Metadata, driver: CudaD
 
 class HostSteps:
     """Steps of a library for the CPU."""
+
+    cuts_decode = False
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -126,6 +141,9 @@ class HostSteps:
     def fetch_faults(self) -> None:
         """Nothing: they are here."""
 
+    def expect_next(self) -> None:
+        """Nothing: the plan is made in one go."""
+
     def _rows(self, ids: Sequence[int]) -> tuple[Any, Any, Any, Any]:
         """Tensors over the step's rows: ids ``[1, n]`` and ``[n, 1]``, positions, slots."""
         count = self.plan.num_rows
@@ -163,6 +181,8 @@ class DeviceSteps:
             blocks = device.threads * spec.blocks_per_sm
             heads = metadata.model.num_attention_heads
             self._decode = DecodeDevice.of(metadata.layout, heads, blocks, spec.warps)
+        self.cuts_decode = self._decode is not None
+        self._rows: list[tuple[int, int, int]] = []
         arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
         room = sum(array.size for array in arrays) + 5 * plan.max_rows + 16 * _ALIGNMENT
         room += (1 + DRAW_FIELDS) * logit_room(plan.max_rows)
@@ -171,6 +191,7 @@ class DeviceSteps:
         self._staging = driver.pinned_zeros(room) if driver else aligned_zeros((room,), np.int32)
         self._fetched = driver.pinned_zeros(2 * plan.max_rows) if driver else None
         self._buffer = tvm.runtime.empty((room,), "int32", device.handle)
+        self._address = self._buffer.data_ptr()
         self._views: dict[tuple[int, tuple[int, ...]], Int32View] = {}
         self._faults: Any = None
         self._on_its_way = False
@@ -182,9 +203,8 @@ class DeviceSteps:
         # whole rooms, so that sizes repeat: the last row is wanted again
         room = logit_room(len(logit_rows))
         rows = np.asarray([*logit_rows, *[logit_rows[-1]] * (room - len(logit_rows))], np.int32)
-        row_ids, wanted, drawn, faults, *rest = self._upload(
-            self._tasks(), np.asarray(ids, np.int32)[None], rows, _fields(draws, room)
-        )
+        first = [(np.asarray(ids, np.int32)[None], 1), (rows, room), (_fields(draws), room)]
+        row_ids, wanted, drawn, faults, *rest = self._upload(self._tasks(), first)
         return StepTensors(row_ids, wanted, drawn, faults, rest[0], rest[1], tuple(rest[2:]))
 
     def decode(self, ids: Sequence[int], draws: np.ndarray | None = None) -> StepTensors:
@@ -196,13 +216,10 @@ class DeviceSteps:
         key: tuple[int, ...] = ()
         if self._driver is not None:
             # room for steps to come: kernels look at the counts, so what is behind them is not read
-            seals, carries, _, merges = (int(count) for count in self.plan.plan_counts)
+            seals, carries, _, merges = self.plan.plan_counts.tolist()
             key = (rows, _aligned(len(tasks)), *(self._room(n, rows) for n in (seals, carries, merges)))
-        column = np.zeros((rows, 1), np.int32)
-        column[: self.plan.num_rows, 0] = ids
-        column_ids, drawn, faults, *rest = self._upload(
-            tasks, column, _fields(draws, rows), room=key[1:], fill=fill
-        )
+        first = [(np.array(ids, np.int32)[:, None], rows), (_fields(draws), rows)]
+        column_ids, drawn, faults, *rest = self._upload(tasks, first, key[1:], fill)
         return StepTensors(column_ids, None, drawn, faults, rest[0], rest[1], tuple(rest[2:]), key)
 
     def _decode_room(self) -> int:
@@ -248,65 +265,90 @@ class DeviceSteps:
     def _decode_tasks(self, device: DecodeDevice, fill: int) -> np.ndarray:
         """The attention tasks of one row a sequence and of ``fill`` more, int32 ``[tasks, fields]``."""
         plan = self.plan
-        spans = sorted(plan.attention_tasks[: plan.num_rows].tolist())  # one task a row, in any order
-        rows = [(span[2], span[3], int(plan.positions[span[0]])) for span in spans]
+        positions = plan.positions[: plan.num_rows].tolist()
+        rows = [(span[2], span[3], position) for span, position in zip(plan.spans, positions, strict=True)]
         rows += [(0, rows[0][1], 0)] * fill
-        tasks = plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
-        return np.array(tasks, np.int32)
+        self._rows = rows
+        return plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
+
+    def expect_next(self) -> None:
+        """Cut the attention of a step like the one that runs, a token further."""
+        if self._decode is not None and self._rows:
+            size, slots = self.plan.cache.page_size, self.metadata.scratch_slots
+            expect_decode(self._rows, size, self._decode, slots)
+            self._rows = []
 
     def _upload(
-        self, tasks: np.ndarray, *first: np.ndarray, room: tuple[int, ...] = (), fill: int = 0
+        self,
+        tasks: np.ndarray,
+        first: list[tuple[np.ndarray, int]],
+        room: tuple[int, ...] = (),
+        fill: int = 0,
     ) -> list[Any]:
-        """Copy ``first``, the plan's arrays and the attention's tasks in one piece; their tensors.
+        """Copy arrays, the plan's, and the attention's tasks in one piece; their tensors.
 
-        ``fill`` rows follow the plan's (:meth:`_decode_room`). ``room`` are the entries that tasks, seals,
-        carries and merges get, instead of those that count;
-        the page table then has all it may ever have.
+        Parameters
+        ----------
+        first : list of (array, int)
+            Arrays that go before the plan's, and the entries of each tensor; what is behind an array is zero.
+        room : tuple of int
+            Entries that tasks, seals, carries and merges get, instead of those that count; the page table
+            then has all it may ever have.
+        fill : int
+            Rows that follow the plan's (:meth:`_decode_room`).
         """
         plan, rows = self.plan, self.plan.num_rows
-        seals, carries, _, merges = (max(1, int(count)) for count in plan.plan_counts)
+        seals, carries, _, merges = (max(1, count) for count in plan.plan_counts.tolist())
         length = len(tasks)
         if room:
             length, seals, carries, merges = room
-        workspace = plan.cache.open_pages.num_open * plan.cache.page_size
         counts = plan.plan_counts.copy()
         counts[2] = len(tasks)
         arrays = [
             *first,
-            _padded(plan.kv_faults[:rows], rows + fill),
-            _padded(plan.positions[:rows], rows + fill),
-            _padded(plan.append_slots[:rows], rows + fill, workspace),
-            counts,
-            plan.seal_tasks[:seals],
-            plan.carry_tasks[:carries],
-            _padded(tasks, length),
-            plan.merge_tasks[:merges],
+            (plan.kv_faults[:rows], rows + fill),
+            (plan.positions[:rows], rows + fill),
+            (plan.append_slots[:rows], rows + fill),
+            (counts, 4),
+            (plan.seal_tasks[:seals], seals),
+            (plan.carry_tasks[:carries], carries),
+            (tasks, length),
+            (plan.merge_tasks[:merges], merges),
             # last and rounded up, so that a step of decode like the one before has the same views
-            plan.page_table[: _aligned(plan.table_entries)],
+            (plan.page_table[: _aligned(plan.table_entries)], 0),
         ]
-        starts, used = [], 0
-        for array in arrays:
-            starts.append(used)
-            self._staging[used : used + array.size] = array.reshape(-1)
-            used += _aligned(array.size)
+        staging, used = self._staging, 0
+        places: list[tuple[int, tuple[int, ...]]] = []
+        for array, entries in arrays:
+            size, shape = array.size, array.shape
+            end = used + size
+            staging[used:end] = array.ravel()
+            if entries > shape[0]:
+                shape = (entries, *shape[1:])
+                staging[end : (end := used + math.prod(shape))] = 0
+            places.append((used, shape))
+            used += _aligned(end - used)
+        if fill:
+            # rows of no sequence are written to the workspace
+            start = places[len(first) + 2][0] + rows
+            staging[start : start + fill] = plan.cache.open_pages.num_open * plan.cache.page_size
         if self._driver is None:
-            self._buffer._create_view((used,)).copyfrom(self._staging[:used])
+            self._buffer._create_view((used,)).copyfrom(staging[:used])
         else:
-            self._driver.copy_to_device(self._buffer.data_ptr(), self._staging[:used])
+            self._driver.copy_to_device(self._address, staging[:used])
+        if room:
+            places[-1] = places[-1][0], (_aligned(plan.page_table.size),)
         if len(self._views) > MAX_KEPT_VIEWS * len(arrays):
             self._views.clear()
-        shapes = [array.shape for array in arrays]
-        if room:
-            shapes[-1] = (_aligned(plan.page_table.size),)
-        tensors = [self._view(start, shape) for start, shape in zip(starts, shapes, strict=True)]
+        tensors = [self._view(place) for place in places]
         self._faults = tensors[len(first)]
         tensors.insert(len(first) + 3, tensors.pop())  # the page table comes first of the lists
         return tensors
 
-    def _view(self, start: int, shape: tuple[int, ...]) -> Any:
-        view = self._views.get((start, shape))
+    def _view(self, place: tuple[int, tuple[int, ...]]) -> Any:
+        view = self._views.get(place)
         if view is None:
-            view = self._views[start, shape] = Int32View(self._buffer, start, shape)
+            view = self._views[place] = Int32View(self._buffer, *place)
         return view.tensor
 
 
@@ -316,19 +358,9 @@ def decode_room(count: int) -> int:
     return -(-count // step) * step
 
 
-def _fields(draws: np.ndarray | None, rows: int) -> np.ndarray:
-    """Draws for so many rows; those that are not said are of the likeliest token."""
-    fields = np.zeros((rows, DRAW_FIELDS), np.int32)
-    if draws is not None:
-        fields[: len(draws)] = draws
-    return fields
-
-
-def _padded(array: np.ndarray, length: int, value: int = 0) -> np.ndarray:
-    """The array, and ``value`` up to ``length``."""
-    if len(array) == length:
-        return array
-    return np.concatenate([array, np.full((length - len(array), *array.shape[1:]), value, np.int32)])
+def _fields(draws: np.ndarray | None) -> np.ndarray:
+    """The draws that are said; the likeliest token is drawn of rows without."""
+    return np.zeros((0, DRAW_FIELDS), np.int32) if draws is None else draws
 
 
 def _aligned(count: int) -> int:
