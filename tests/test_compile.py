@@ -59,6 +59,7 @@ def test_library_describes_itself(config_dir, tmp_path):
     )
     meta = Library.load(library).metadata
     assert (meta.quantization, meta.kv_quantization, meta.opt) == ("q4f16_1", "int3", "O1")
+    assert meta.activations == "float32"
     assert meta.layout.page_size == 128 and meta.layout.k_bits == 3
     assert meta.context_window_size == 300
     assert meta.model == ChatConfig.load(config_dir).model
@@ -71,6 +72,9 @@ def test_library_describes_itself(config_dir, tmp_path):
     ("arguments", "message"),
     [
         ({"opt": "O7"}, "unknown --opt 'O7'"),
+        ({"activations": "fp8"}, "unknown --activations 'fp8': use one of auto, float16, bfloat16"),
+        ({"activations": "bfloat16"}, "--activations bfloat16 goes with --device cuda and --opt O2"),
+        ({"activations": "float16", "device": "cuda", "opt": "O1"}, "goes with --device cuda and --opt O2"),
         ({"device": "toaster"}, "--device 'toaster'"),
         ({"overrides": "page_size=48"}, "page size 48"),
         ({"overrides": "kv_quantization=int5"}, "kv-quantization 'int5'"),

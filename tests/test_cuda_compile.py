@@ -62,18 +62,29 @@ def test_errors_of_nvcc_are_one_line(nvcc):
     assert "\n" not in str(caught.value)
 
 
+#: What makes a Gemma of a Llama.
+_GEMMA = {
+    "model_type": "gemma2",
+    "hidden_act": "gelu_pytorch_tanh",
+    "norm_placement": "both",
+    "embedding_scale": 8.0,
+}
+
+
 @pytest.mark.parametrize(
-    ("quantization", "kv", "page", "archs"),
+    ("quantization", "kv", "page", "archs", "fields", "activations"),
     [
-        ("q4f16_1", "int4", 64, ["sm_90a"]),
-        ("q0f32", "none", 64, ["sm_80", "sm_90"]),
-        ("q0f16", "k=int3:v=int8", 128, ["sm_80"]),
+        ("q4f16_1", "int4", 64, ["sm_90a"], {}, "float16"),
+        ("q0f32", "none", 64, ["sm_80", "sm_90"], {}, "float32"),
+        ("q0f16", "k=int3:v=int8", 128, ["sm_80"], _GEMMA, "bfloat16"),
     ],
 )
-def test_a_model_compiles_without_a_gpu(nvcc, tmp_path, quantization, kv, page, archs):
+def test_a_model_compiles_without_a_gpu(nvcc, tmp_path, quantization, kv, page, archs, fields, activations):
     """All kernels of a model, for Ampere and Hopper, in a library that says what it is."""
     TinyLlama(seed=3, bias=quantization == "q0f16", intermediate_size=256).write(tmp_path / "model")
-    gen_config(tmp_path / "model", quantization, tmp_path / "out", kv_quantization=kv)
+    config = gen_config(tmp_path / "model", quantization, tmp_path / "out", kv_quantization=kv)
+    config.model = config.model.model_copy(update=fields)
+    config.save(tmp_path / "out")
     numbers = [int(arch[3:5]) for arch in archs]
     library = compile_model(
         tmp_path / "out", tmp_path / "lib.so", device="cuda", cuda_arch=",".join(reversed(archs)),
@@ -83,7 +94,9 @@ def test_a_model_compiles_without_a_gpu(nvcc, tmp_path, quantization, kv, page, 
     ptx = {(_PTX, numbers[-1])} if archs[-1][-1].isdigit() else set()
     assert fatbin_entries(data) == {*((_MACHINE_CODE, number) for number in numbers), *ptx}
     assert b"__global__" not in data and f'"archs": {json.dumps(archs)}'.encode() in data
+    assert f'"activations": "{activations}"'.encode() in data
     assert (b"silu_gated_linear" in data) is (archs == ["sm_90a"])
+    assert (b"linear_bf16_float16" in data) is (activations == "bfloat16")
     with pytest.raises(LibraryError, match="compiled for cuda, not cpu: use --device cuda"):
         Library.load(library)
 

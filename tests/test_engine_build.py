@@ -88,7 +88,7 @@ def test_cache_schemes_share_weights_and_nothing_else(checkpoint: Path, tmp_path
     assert other.weights_dir != built[0].weights_dir
 
 
-@pytest.mark.parametrize("change", [{"opt": "O1"}, {"max_batch_size": 129}])
+@pytest.mark.parametrize("change", [{"opt": "O1"}, {"activations": "bfloat16"}, {"max_batch_size": 129}])
 def test_what_a_library_depends_on_is_in_its_key(
     checkpoint: Path, tmp_path: Path, log: Path, change: dict[str, Any]
 ) -> None:

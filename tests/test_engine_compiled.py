@@ -321,3 +321,8 @@ def test_a_library_of_another_cache_scheme_is_refused(pair: Path) -> None:
         "a KV cache in int4, not q4f16_1 and int3",
         lambda: Engine(pair, model_lib=pair / "lib.so", kv_quantization="int3"),
     )
+    refused(
+        LibraryError,
+        "was compiled for activations in float32, not bfloat16",
+        lambda: Engine(pair, model_lib=pair / "lib.so", activations="bfloat16"),
+    )

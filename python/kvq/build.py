@@ -34,7 +34,7 @@ from kvq.gpu_features import cuda_archs
 from kvq.model_source import resolve_model
 from kvq.quantization.scheme import DEFAULT_QUANTIZATION, resolve
 
-DEFAULT_OPT = "O2"
+DEFAULT_OPT, DEFAULT_ACTIVATIONS = "O2", "auto"
 #: Sources that decide what weights and libraries look like.
 _SOURCES = ("compiler", "loader", "model", "passes", "quantization", "schedules", "layout.py", "convert.py")
 LIBRARY_NAME = "lib.so"
@@ -72,6 +72,7 @@ def prepare_model(
     max_batch_size: int | None = None,
     device: str = "cpu",
     opt: str | None = None,
+    activations: str | None = None,
     model_lib: str | Path | None = None,
     cache_dir: Path | None = None,
     report: Report | None = None,
@@ -89,6 +90,8 @@ def prepare_model(
         What the library must allow; it may allow more, so that other limits need no other library.
     opt : str, optional
         ``O0`` .. ``O3``; ``O2`` by default.
+    activations : str, optional
+        As of :func:`~kvq.compiler.compile_model`.
     model_lib : str or Path, optional
         A library to use instead of compiling one.
     cache_dir : Path, optional
@@ -112,7 +115,9 @@ def prepare_model(
     library = Path(model_lib) if model_lib is not None else None
     if library is not None and not library.is_file():
         raise LibraryError(f"{library}: no such library: run kvq compile first")
-    builder = _Builder(cache_dir or default_cache_dir(), device, opt, limits, report or (lambda _: None))
+    builder = _Builder(
+        cache_dir or default_cache_dir(), device, opt, activations, limits, report or (lambda _: None)
+    )
     if (path / CHAT_CONFIG_NAME).is_file():
         return builder.from_converted(path, quantization, kv_quantization, library)
     return builder.from_checkpoint(path, quantization, kv_quantization, library)
@@ -123,6 +128,7 @@ class _Builder:
     cache_dir: Path
     device: str
     opt: str | None
+    activations: str | None
     limits: dict[str, int | None]
     report: Report
 
@@ -143,7 +149,8 @@ class _Builder:
         if library is not None:
             return BuiltModel(path, path, library)
         asked = self._beyond({name: getattr(config, name) for name in self.limits})
-        as_it_is = str(kv) == config.kv_quantization and self.opt is None and not asked
+        compiles = self.opt is not None or self.activations is not None or bool(asked)
+        as_it_is = str(kv) == config.kv_quantization and not compiles
         found = sorted(path.glob("*.so"))
         if as_it_is and len(found) > 1:
             raise LibraryError(f"{path}: has {len(found)} libraries: choose one with --model-lib")
@@ -222,8 +229,13 @@ class _Builder:
         from kvq.compiler import compile_model
 
         self.report(f"compiling for {self.device} with a KV cache in {kv}")
-        opt = self.opt or DEFAULT_OPT
-        compile_model(directory / CHAT_CONFIG_NAME, directory / LIBRARY_NAME, device=self.device, opt=opt)
+        compile_model(
+            directory / CHAT_CONFIG_NAME,
+            directory / LIBRARY_NAME,
+            device=self.device,
+            opt=self.opt or DEFAULT_OPT,
+            activations=self.activations or DEFAULT_ACTIVATIONS,
+        )
 
     def _key(self, weights: str, kv: str, more: Any) -> str:
         """Name of a directory: the schemes to read, and a hash of everything a library depends on."""
@@ -233,6 +245,7 @@ class _Builder:
             "device": self.device,
             "machine": [platform.system(), platform.machine(), *self._features()],
             "opt": self.opt or DEFAULT_OPT,
+            "activations": self.activations or DEFAULT_ACTIVATIONS,
             "more": more,
         }
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -99,7 +99,7 @@ def bench_decode(
     -------
     list of dict
         A dict a batch, context, and scheme or peer: the fields of :class:`kvq.bench.timing.Rate`,
-        ``context``, ``batch``, ``device``, ``threads``, ``quantization`` and ``opt``.
+        ``context``, ``batch``, ``device``, ``threads``, ``quantization``, ``opt`` and ``activations``.
 
     Raises
     ------
@@ -216,7 +216,12 @@ def _peers(
             peer.release()
         ratio = rate.tokens_per_second / first["tokens_per_second"]
         same = {key: value for key, value in first.items() if key not in rate.to_dict()}
-        rows.append(rate.to_dict() | {"ratio": ratio} | same | {"quantization": "float16", "opt": ""})
+        rows.append(
+            rate.to_dict()
+            | {"ratio": ratio}
+            | same
+            | {"quantization": "float16", "opt": "", "activations": "float16"}
+        )
     return rows
 
 
@@ -235,4 +240,5 @@ def _conditions(comparison: Comparison, loaded: LoadedModel, opt: str) -> dict[s
         "threads": comparison.threads,
         "quantization": loaded.metadata.quantization,
         "opt": opt,
+        "activations": loaded.metadata.activations,
     }

@@ -187,7 +187,8 @@ def _print(title: str, at: list[str], rows: list[dict[str, Any]]) -> None:
 
     first = rows[0]
     print_table(
-        f"{title}: weights {first['quantization']}, {first['opt']}, {_describe_device(first)}, "
+        f"{title}: weights {first['quantization']}, {first['opt']}, activations {first['activations']}, "
+        f"{_describe_device(first)}, "
         f"median of {first['rounds']} rounds",
         [*at, "kv", "tokens/s", "slowest", "fastest", f"vs {first['kv']}"],
         [

@@ -71,6 +71,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cpu", metavar="D", help="cpu, cuda, vulkan or vulkan:1 (default: cpu)")
     add("--model-lib", metavar="FILE", help="compiled library (default: beside the model, else compiled)")
     add("--opt", metavar="O", help="O0 .. O3 if it has to be compiled; O1 has exact activations")
+    add("--activations", metavar="T", help="on CUDA's tensor cores: auto, float16 or bfloat16")
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
@@ -90,6 +91,7 @@ def open_engine(args: argparse.Namespace) -> Engine:
             device=args.device,
             model_lib=args.model_lib,
             opt=args.opt,
+            activations=args.activations,
             mode="interactive",
             report=status.update,
         )
@@ -237,6 +239,7 @@ def describe_stats(engine: Engine) -> str:
         f"{layout.page_bytes / layout.page_size:.0f} bytes per token, "
         f"{now.used_pages + now.cached_pages} of {now.total_pages} pages in use",
     ]
+    lines.append(f"weights {engine.metadata.quantization}, activations {engine.metadata.activations}")
     lines += [f"{name}: {format_bytes(size)}" for name, size in engine.allocated_bytes().items()]
     if any(now.faults):
         lines.append(f"NaNs replaced: {now.faults[0]}, values saturated: {now.faults[1]}")

@@ -54,7 +54,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "(default: this machine's, or sm_80,sm_89,sm_90)",
     )
     parser.add_argument(
-        "--opt", default="O2", help="O0 plain code, O1 exact activations, O2 int8 activations, O3 as O2"
+        "--opt", default="O2", help="O0 plain code, O1 exact activations, O2 rounded activations, O3 as O2"
+    )
+    parser.add_argument(
+        "--activations",
+        metavar="DTYPE",
+        default="auto",
+        help="what CUDA's tensor cores take at O2: float16, or bfloat16 of the same range as float32 "
+        "(default: auto, bfloat16 for Gemma)",
     )
     parser.add_argument("--overrides", help='e.g. "context_window_size=4096;kv_quantization=int3"')
     parser.add_argument("--debug-dump", metavar="DIR", help="write the module after each pass")
@@ -86,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         mcpu=args.mcpu,
         cuda_arch=args.cuda_arch,
         opt=args.opt,
+        activations=args.activations,
         overrides=args.overrides,
         debug_dump=args.debug_dump,
     )

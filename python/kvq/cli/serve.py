@@ -69,7 +69,7 @@ def batch_options(args: argparse.Namespace) -> dict[str, Any]:
     """What :func:`add_engine_options` and :func:`add_batch_options` describe, for an engine."""
     names = (
         *("quantization", "kv_quantization", "context_window_size", "prefill_chunk_size", "device"),
-        *("model_lib", "opt", "max_num_sequence", "memory", "gpu_memory_utilization", "mode"),
+        *("model_lib", "opt", "activations", "max_num_sequence", "memory", "gpu_memory_utilization", "mode"),
     )
     return {name: getattr(args, name) for name in names} | {"prefix_cache": not args.no_prefix_cache}
 

@@ -17,6 +17,8 @@ from kvq.config import ChatConfig
 from kvq.errors import CompileError, ConfigError
 from kvq.layout import KVLayout
 from kvq.model.decoder import export_model
+from kvq.model.families import FAMILIES
+from kvq.model.families.llama import LLAMA
 from kvq.model.parameters import model_parameters
 from kvq.model.rope import fix_rope
 from kvq.passes.lower_weights import WeightPlan
@@ -29,8 +31,10 @@ from .link import linker_for
 from .target import EXACT_LEVELS, CompileTarget, target_for
 
 #: Optimization levels: O0 plain code for any CPU of the architecture, exact; O1 vector instructions, exact
-#: activations; O2 activations in int8, on CUDA in fp16; O3 as O2 (nothing more to gain yet).
+#: activations; O2 activations in int8, on CUDA in fp16 or bf16; O3 as O2 (nothing more to gain yet).
 OPT_LEVELS = ("O0", "O1", "O2", "O3")
+#: What tensor cores may take activations in; ``auto`` leaves it to the model's family.
+ACTIVATIONS = ("auto", "float16", "bfloat16")
 #: Tokens of a page.
 PAGE_SIZE = 64
 #: Configuration keys that ``--overrides`` may set.
@@ -68,6 +72,7 @@ def compile_model(
     mcpu: str | None = None,
     cuda_arch: str | None = None,
     opt: str = "O2",
+    activations: str = "auto",
     overrides: str | None = None,
     debug_dump: str | Path | None = None,
 ) -> Path:
@@ -90,6 +95,8 @@ def compile_model(
         GPU architectures such as ``sm_80,sm_90``; by default this machine's, or the usual ones.
     opt : str
         One of :data:`OPT_LEVELS`.
+    activations : str
+        One of :data:`ACTIVATIONS`; others than ``auto`` go with CUDA's products that round.
     overrides : str, optional
         ``key=value;...`` of :data:`OVERRIDES`.
     debug_dump : str or Path, optional
@@ -112,12 +119,26 @@ def compile_model(
     page_size = asked.pop("page_size", PAGE_SIZE)
     config = config.model_copy(update=asked)
     kind, place = split_device(device, host)
-    target = target_for(kind, opt, cuda_arch, place, mcpu)
+    taken = _activations(activations, config.served_model.model_type, kind, opt)
+    target = target_for(kind, opt, cuda_arch, place, mcpu, taken)
     link = linker_for(place)
     library = library_path(Path(output), place)
     _make_parent(library)
     executable = _build(config, page_size, target, opt, Path(debug_dump) if debug_dump else None)
     return _export(executable, target, link, library)
+
+
+def _activations(asked: str, model_type: str, device: str, opt: str) -> str:
+    """What products on tensor cores take activations in, if the library has any."""
+    if asked not in ACTIVATIONS:
+        raise ConfigError(f"unknown --activations {asked!r}: use one of {', '.join(ACTIVATIONS)}")
+    if asked == "auto":
+        return FAMILIES.get(model_type, LLAMA).activations
+    if device != "cuda" or opt in EXACT_LEVELS:
+        raise CompileError(
+            f"--activations {asked} goes with --device cuda and --opt O2: no other product takes that type"
+        )
+    return asked
 
 
 def _build(
@@ -144,6 +165,7 @@ def _build(
         storage = weights.storage(name, parameters[name].quantize)
         plan.add(name, shapes[name], storage, parameters[name].of_experts)
     shape = target.kernels.attention_shape(layout, model.num_attention_heads)
+    exact = opt in EXACT_LEVELS
     metadata = {
         "kvq_version": __version__,
         "tvm_version": version("apache-tvm"),
@@ -151,6 +173,7 @@ def _build(
         "quantization": weights.name,
         "kv_quantization": str(kv),
         "opt": opt,
+        "activations": "float32" if exact else plan.activations(),
         "target": target.description,
         "cpu_features": list(target.features),
         "model": model.model_dump(),
@@ -176,7 +199,7 @@ def _build(
         page_size=page_size,
         row_dtype=row_dtype,
         weights=plan,
-        exact=opt in EXACT_LEVELS,
+        exact=exact,
         kernels=target.kernels,
         vocab=model.vocab_size,
         drawable=config.active_vocab_size,

@@ -41,6 +41,8 @@ class EngineHost:
         A compiled library to use.
     opt : str, optional
         Optimization level of a library that has to be compiled: ``O1`` has exact activations.
+    activations : str, optional
+        What CUDA's tensor cores take: ``float16`` or ``bfloat16``; by default the model's family decides.
     report : callable, optional
         Told in words what is being done.
 

@@ -46,6 +46,7 @@ class EngineOptions:
     device: str = "cpu"
     model_lib: str | Path | None = None
     opt: str | None = None
+    activations: str | None = None
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ def set_up(
         max_batch_size=options.max_num_sequence,
         device=Device.kind_of(options.device),
         opt=options.opt,
+        activations=options.activations,
         model_lib=options.model_lib,
         report=say,
     )
@@ -175,7 +177,12 @@ def _available(device: str) -> int | None:
 
 
 def _check_scheme(options: EngineOptions, meta: Metadata, library: Path) -> None:
-    """A library that was found or given must have the schemes that are asked for."""
+    """A library that was found or given must have what is asked for."""
+    if options.activations not in (None, "auto", meta.activations):
+        raise LibraryError(
+            f"{library}: was compiled for activations in {meta.activations}, not {options.activations}: "
+            "leave --model-lib out to have it compiled"
+        )
     if options.quantization is None and options.kv_quantization is None:
         return
     weights, kv = resolve(options.quantization or meta.quantization, options.kv_quantization)

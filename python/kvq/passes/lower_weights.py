@@ -114,6 +114,14 @@ class WeightPlan:
         """How it is stored."""
         return self._storages[weight]
 
+    def activations(self) -> str:
+        """What products round activations to where the backend has such products; ``float32``: nowhere."""
+        rounded = self.kernels.rounded
+        matrices = [(s, kind) for s, kind in zip(self._shapes, self._storages, strict=True) if len(s) > 1]
+        if rounded is None or not any(rounded.takes(shape[1], storage) for shape, storage in matrices):
+            return "float32"
+        return rounded.activations
+
     def _preparation(self, tensor: StoredTensor, shape: tuple[int, ...], storage: str) -> Preparation | None:
         if len(shape) == 1:
             return self.kernels.prepare_vector(shape[0], tensor.dtype)

@@ -52,6 +52,7 @@ class Metadata:
     quantization: str
     kv_quantization: str
     opt: str
+    activations: str
     target: Any
     cpu_features: tuple[str, ...]
     model: ModelConfig
@@ -91,7 +92,8 @@ class Metadata:
         """
         try:
             data = json.loads(text)
-            copied = ("kvq_version", "tvm_version", "model_type", "quantization", "kv_quantization", "opt")
+            copied = ("kvq_version", "tvm_version", "model_type", "quantization", "kv_quantization")
+            compiled = ("opt", "activations", "target")
             limits = (
                 "context_window_size",
                 "prefill_chunk_size",
@@ -100,7 +102,7 @@ class Metadata:
                 "token_function",
             )
             return cls(
-                **{name: data[name] for name in (*copied, *limits, "target")},
+                **{name: data[name] for name in (*copied, *compiled, *limits)},
                 cpu_features=tuple(data["cpu_features"]),
                 model=ModelConfig(**data["model"]),
                 layout=KVLayout(**data["kv_layout"]),

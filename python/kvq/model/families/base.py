@@ -117,6 +117,9 @@ class Family:
         Where its tensors have other names than Llama's.
     norm_offset : float
         Added to the weights of norms when they are converted: 1 where the checkpoint stores ``w - 1``.
+    activations : str
+        What tensor cores take its activations in unless told: ``float16``, or ``bfloat16`` where these leave
+        fp16's range.
     """
 
     model_type: str
@@ -124,3 +127,4 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)
     names: TensorNames = TensorNames()
     norm_offset: float = 0.0
+    activations: str = "float16"

@@ -37,7 +37,7 @@ def _gemma2_fields(config: HFConfig) -> dict[str, Any]:
     return {**soft_capped_fields(config), **sliding_layers(config, lambda i: i % 2 == 0)}
 
 
-GEMMA = Family("gemma", gemma_fields, GEMMA_DEFAULTS, norm_offset=1.0)
+GEMMA = Family("gemma", gemma_fields, GEMMA_DEFAULTS, norm_offset=1.0, activations="bfloat16")
 GEMMA2 = Family(
     "gemma2",
     _gemma2_fields,
@@ -48,4 +48,5 @@ GEMMA2 = Family(
         "final_logit_softcapping": 30.0,
     },
     norm_offset=1.0,
+    activations="bfloat16",
 )

@@ -36,4 +36,5 @@ GEMMA3_TEXT = Family(
         "sliding_window": 4096,
     },
     norm_offset=1.0,
+    activations="bfloat16",
 )
