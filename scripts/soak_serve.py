@@ -26,6 +26,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from kvq.bench.event_stream import post_events
 from kvq.bench.serve_load import Load, LoadRequest, make_requests
 from kvq.errors import LibraryError
 from kvq.runtime.gpu_memory import GpuMemory
@@ -37,8 +38,8 @@ READ_EVERY, MAY_GROW = 5, 32 << 20
 class Soak:
     """The clients and what they saw."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, until: float) -> None:
-        self.http, self.model, self.until = http, model, until
+    def __init__(self, url: str, http: httpx.AsyncClient, model: str, until: float) -> None:
+        self.url, self.http, self.model, self.until = url, http, model, until
         self.done: Counter[str] = Counter()
         self.errors: list[str] = []
         self.tokens = 0
@@ -77,12 +78,9 @@ class Soak:
             self.done["whole"] += 1
             return
         started, seen = time.monotonic(), 0
-        async with self.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[len("data: ") :])
+        source = post_events(f"{self.url}/v1/completions", {**body, "stream": True})
+        async with contextlib.aclosing(source) as events:
+            async for event in events:
                 if "error" in event:
                     raise ValueError(event["error"]["message"])
                 if not seen:
@@ -102,7 +100,7 @@ async def drive(url: str, args: argparse.Namespace, memory: Callable[[], int]) -
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=120) as http:
         model = (await http.get("/v1/models")).json()["data"][0]["id"]
         started = time.monotonic()
-        soak = Soak(http, model, started + args.seconds)
+        soak = Soak(url, http, model, started + args.seconds)
         load = Load(requests=2000, prefixes=8, most_prompt_tokens=args.prompt, most_answer_tokens=256)
         requests, numbers = itertools.cycle(make_requests(load)), itertools.count()
         clients = [asyncio.create_task(soak.client(requests, numbers)) for _ in range(args.clients)]

@@ -59,7 +59,7 @@ DECLARED = {
     ),
     "kvq_vulkan",
     *("fastapi", "uvicorn", "prometheus_client", "llguidance", "matplotlib", "jsonschema"),
-    *("huggingface_hub", "starlette", "httpx", "markupsafe"),
+    *("huggingface_hub", "starlette", "httpx", "httptools", "markupsafe"),
 }
 
 

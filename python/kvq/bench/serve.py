@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import httpx
 import numpy as np
 
+from kvq.bench.event_stream import StreamError, post_events
 from kvq.bench.serve_load import Load, LoadRequest, make_requests
 from kvq.errors import ConfigError, EngineError
 
@@ -37,6 +38,8 @@ class ServeResult:
 
     Attributes
     ----------
+    url : str
+        The server's address.
     records : list of Record
         In the order of the requests.
     seconds : float
@@ -46,6 +49,7 @@ class ServeResult:
     """
 
     load: Load
+    url: str
     records: list[Record]
     seconds: float
     peak_pages: int | None
@@ -57,6 +61,7 @@ class ServeResult:
         prompt = sum(record.prompt_tokens for record in done)
         answer = sum(record.answer_tokens for record in done)
         out: dict[str, Any] = {
+            "url": self.url,
             **asdict(self.load),
             "errors": len(self.records) - len(done),
             "seconds": self.seconds,
@@ -64,7 +69,7 @@ class ServeResult:
             "prompt_tokens": prompt,
             "answer_tokens": answer,
             "answer_tokens_per_second": answer / self.seconds,
-            "hit_rate": sum(record.cached_tokens for record in done) / prompt if prompt else 0.0,
+            "hit_rate": sum(record.cached_tokens for record in done) / prompt if prompt else None,
             "peak_pages": self.peak_pages,
             "total_pages": self.total_pages,
         }
@@ -107,12 +112,44 @@ def bench_serve(
     EngineError
         If every request failed.
     """
-    requests = make_requests(load)
-    result = asyncio.run(_drive(url.rstrip("/").removesuffix("/v1"), load, requests, model, api_key, report))
+    url = _base(url)
+    result = asyncio.run(_drive(url, load, make_requests(load), model, api_key, report))
     errors = [record.error for record in result.records if record.error is not None]
     if len(errors) == len(result.records):
-        raise EngineError(f"every request failed: {errors[0]}")
+        raise EngineError(f"{url}: every request failed: {errors[0]}")
     return result
+
+
+def check_server(url: str, api_key: str | None = None) -> None:
+    """Refuse an address without a server before others are measured; raises ConfigError."""
+
+    async def look() -> None:
+        async with _client(_base(url), api_key) as http:
+            await _first_model(http)
+
+    asyncio.run(look())
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _client(url: str, api_key: str | None) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, headers=_headers(api_key), timeout=10)
+
+
+def _headers(api_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+async def _first_model(http: httpx.AsyncClient) -> str:
+    try:
+        listed = (await http.get("/v1/models")).raise_for_status().json()
+        return str(listed["data"][0]["id"])
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as problem:
+        raise ConfigError(
+            f"no OpenAI-compatible server at {http.base_url}: {problem or type(problem).__name__}"
+        ) from None
 
 
 async def _drive(
@@ -123,27 +160,19 @@ async def _drive(
     api_key: str | None,
     report: Callable[[str], None] | None,
 ) -> ServeResult:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    limits = httpx.Limits(max_connections=load.clients + 2)
     records = [Record(request.shared) for request in requests]
     turn = iter(range(len(requests)))
     finished = 0
 
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=None) as http:
-        try:
-            listed = (await http.get("/v1/models", timeout=10)).raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as problem:
-            raise ConfigError(
-                f"no OpenAI-compatible server at {url}: {problem or type(problem).__name__}"
-            ) from None
-        name = model or listed["data"][0]["id"]
+    async with _client(url, api_key) as http:
+        name = model or await _first_model(http)
 
         async def client() -> None:
             nonlocal finished
             for index in turn:
                 try:
-                    await _ask(http, name, requests[index], records[index])
-                except (httpx.HTTPError, ValueError, KeyError) as problem:
+                    await _ask(url, _headers(api_key), name, requests[index], records[index])
+                except (StreamError, ValueError, KeyError, TypeError) as problem:
                     records[index].error = str(problem) or type(problem).__name__
                 finished += 1
                 if report is not None:
@@ -153,10 +182,10 @@ async def _drive(
         await asyncio.gather(*(client() for _ in range(load.clients)))
         seconds = time.perf_counter() - started
         peak_pages, total_pages = await _pages(http)
-    return ServeResult(load, records, seconds, peak_pages, total_pages)
+    return ServeResult(load, url, records, seconds, peak_pages, total_pages)
 
 
-async def _ask(http: httpx.AsyncClient, model: str, request: LoadRequest, record: Record) -> None:
+async def _ask(url: str, headers: dict[str, str], model: str, request: LoadRequest, record: Record) -> None:
     body = {
         "model": model,
         "prompt": request.prompt,
@@ -167,11 +196,8 @@ async def _ask(http: httpx.AsyncClient, model: str, request: LoadRequest, record
         "stream_options": {"include_usage": True},
     }
     last = started = time.perf_counter()
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        if response.status_code != 200:
-            await response.aread()
-            raise ValueError(f"status {response.status_code}: {response.text[:200]}")
-        async for event in _events(response):
+    async with contextlib.aclosing(post_events(f"{url}/v1/completions", body, headers)) as events:
+        async for event in events:
             if "error" in event:
                 raise ValueError(event["error"]["message"])
             now = time.perf_counter()
@@ -191,12 +217,8 @@ async def _ask(http: httpx.AsyncClient, model: str, request: LoadRequest, record
             last = now
     if record.first_token != record.first_token:
         raise ValueError("the answer ended before its first token")
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line[len("data: ") :])
+    if not record.answer_tokens:  # a server that does not count: a part is a token
+        record.answer_tokens = 1 + len(record.gaps)
 
 
 async def _pages(http: httpx.AsyncClient) -> tuple[int | None, int | None]:

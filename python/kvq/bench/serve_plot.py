@@ -12,8 +12,8 @@ from kvq.bench.serve import ServeResult
 from kvq.eval.plots import check, save
 
 
-def plot_serve(result: ServeResult, path: str | Path) -> None:
-    """Write cumulative distributions of the times to first token and between tokens.
+def plot_serve(results: Sequence[ServeResult], path: str | Path) -> None:
+    """Write cumulative distributions of the times to first token and between tokens, a server or several.
 
     Raises
     ------
@@ -23,12 +23,15 @@ def plot_serve(result: ServeResult, path: str | Path) -> None:
     check()
     from matplotlib.figure import Figure
 
-    done = [record for record in result.records if record.error is None]
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, shared in (("shared prefix", True), ("its own prompt", False)):
-        _distribution(left, [record.first_token for record in done if record.shared == shared], name)
-    _distribution(right, [gap for record in done for gap in record.gaps], "all requests")
+    for result in results:
+        server = f"{result.url}, " if len(results) > 1 else ""
+        done = [record for record in result.records if record.error is None]
+        for name, shared in (("shared prefix", True), ("its own prompt", False)):
+            times = [record.first_token for record in done if record.shared == shared]
+            _distribution(left, times, server + name)
+        _distribution(right, [gap for record in done for gap in record.gaps], server + "all requests")
     left.set(xlabel="time to first token, seconds", ylabel="part of the requests", ylim=(0, 1))
     right.set(xlabel="time between tokens, seconds", ylabel="part of the tokens", ylim=(0, 1))
     left.legend()

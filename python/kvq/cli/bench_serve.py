@@ -14,6 +14,7 @@ from kvq.cli.serve import add_batch_options, batch_options
 _EXAMPLE = """example:
   kvq bench serve smollm2 --clients 16 --memory 1GB
   kvq bench serve --url http://127.0.0.1:8000 --clients 64 --shared-part 0.9 --plot load.svg
+  kvq bench serve smollm2 --peer http://127.0.0.1:8001   (vLLM, LMDeploy, llama.cpp's server, another kvq)
 """
 
 
@@ -31,6 +32,8 @@ def add_kind(kinds: Any) -> None:
     add("model", metavar="MODEL", nargs="?", help="served in this process, on a free port")
     add("--url", metavar="URL", help="a running server instead of MODEL")
     add("--api-key", metavar="KEY", help="what that server wants")
+    add("--peer", metavar="URLS", help="other servers that get the same requests afterwards, with commas")
+    add("--peer-api-key", metavar="KEY", help="what these want")
     add(
         "--clients",
         type=int,
@@ -64,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
     from kvq.errors import ConfigError
 
     try:
-        from kvq.bench.serve import Load, bench_serve
+        from kvq.bench.serve import Load, bench_serve, check_server
+        from kvq.bench.serve_peers import parse_peers
     except ImportError as problem:
         raise ConfigError(
             f"kvq bench serve needs the package {problem.name}: pip install 'kvq[serve]'"
@@ -81,21 +85,29 @@ def run(args: argparse.Namespace) -> int:
         most_answer_tokens=args.most_answer_tokens,
         seed=args.seed,
     )
+    peers = parse_peers(args.peer)
     if args.plot:
         from kvq.eval.plots import check
 
         check()
-    with error_console().status("") as status, _server(args, status.update) as url:
-        result = bench_serve(url, load, api_key=args.api_key, report=status.update)
-    figures = result.to_dict()
+    with error_console().status("") as status:
+        for peer in peers:
+            check_server(peer, args.peer_api_key)
+        with _server(args, status.update) as url:
+            results = [bench_serve(url, load, api_key=args.api_key, report=status.update)]
+        for peer in peers:
+            results.append(bench_serve(peer, load, api_key=args.peer_api_key, report=status.update))
+    figures = [result.to_dict() for result in results]
     if args.json:
-        print(json.dumps(figures, indent=2))
+        print(json.dumps({**figures[0], "peers": figures[1:]} if peers else figures[0], indent=2))
     else:
-        _print(args.model or args.url, figures)
+        _print(args.model or args.url, figures[0])
+        if peers:
+            _print_peers(args.model or args.url, figures)
     if args.plot:
         from kvq.bench.serve_plot import plot_serve
 
-        plot_serve(result, args.plot)
+        plot_serve(results, args.plot)
     return 0
 
 
@@ -120,7 +132,7 @@ def _server(args: argparse.Namespace, say: Callable[[str], None]) -> Iterator[st
 def _print(name: str, figures: dict[str, Any]) -> None:
     from kvq.cli.tables import print_table
 
-    pages = figures["peak_pages"]
+    pages, hits = figures["peak_pages"], figures["hit_rate"]
     print_table(
         f"{name}: {figures['requests']} requests of {figures['clients']} clients, seed {figures['seed']}",
         ["figure", "value"],
@@ -130,7 +142,7 @@ def _print(name: str, figures: dict[str, Any]) -> None:
             ["answer tokens per second", f"{figures['answer_tokens_per_second']:.1f}"],
             ["prompt tokens", str(figures["prompt_tokens"])],
             ["answer tokens", str(figures["answer_tokens"])],
-            ["prompt tokens from the prefix cache", f"{100 * figures['hit_rate']:.1f}%"],
+            ["prompt tokens from the prefix cache", "unknown" if hits is None else f"{100 * hits:.1f}%"],
             ["most pages in use", "unknown" if pages is None else f"{pages} of {figures['total_pages']}"],
             ["errors", str(figures["errors"])],
         ],
@@ -145,3 +157,15 @@ def _print(name: str, figures: dict[str, Any]) -> None:
         values = [figures[f"{key}_p{percent}"] for percent in (50, 95, 99)]
         rows.append([text, *("-" if value is None else f"{1000 * value:.1f}" for value in values)])
     print_table("milliseconds", ["time to", "p50", "p95", "p99"], rows)
+
+
+def _print_peers(name: str, figures: list[dict[str, Any]]) -> None:
+    from kvq.bench.serve_peers import comparison
+    from kvq.cli.tables import print_table
+
+    heads = [head for one in figures[1:] for head in (one["url"], "ratio")]
+    print_table(
+        f"the same requests, one server after another; ratios are to {name}",
+        ["figure", name, *heads],
+        comparison(figures),
+    )
