@@ -15,6 +15,7 @@ from kvq.runtime.library import Library, Params, nbytes
 
 #: Bytes that repeat in every tensor.
 _BLOCK_BYTES = 32 << 20
+_HALVES = ("float16", "bfloat16")
 #: Standard deviation of weights, and the largest scale of codes, whose weights then are about as large.
 _DEVIATION, _SCALE = 0.02, 0.008
 
@@ -30,11 +31,13 @@ def random_params(library: Library, seed: int = 0) -> Params:
     rng = np.random.default_rng(seed)
     raw = {spec.name: spec for spec in library.metadata.raw_params}
     handle = library.device.handle
+    weights = rng.standard_normal(_BLOCK_BYTES // 2, np.float32) * np.float32(_DEVIATION)
+    scales = rng.random(_BLOCK_BYTES // 2, np.float32) * np.float32(_SCALE)
     blocks = {
         "uint32": rng.integers(0, 2**32, _BLOCK_BYTES // 4, np.uint32),
-        "float16": (rng.standard_normal(_BLOCK_BYTES // 2, np.float32) * _DEVIATION).astype(np.float16),
-        "float32": rng.standard_normal(_BLOCK_BYTES // 4, np.float32) * np.float32(_DEVIATION),
-        "scales": (rng.random(_BLOCK_BYTES // 2, np.float32) * _SCALE).astype(np.float16),
+        "float32": weights[: _BLOCK_BYTES // 4],
+        **{dtype: weights.astype(dtype) for dtype in _HALVES},
+        **{f"scales in {dtype}": scales.astype(dtype) for dtype in _HALVES},
     }
     on_device = {name: tvm.runtime.tensor(block.view(np.uint32), handle) for name, block in blocks.items()}
     made: dict[tuple[str | None, tuple[str, ...]], Any] = {}
@@ -49,7 +52,10 @@ def random_params(library: Library, seed: int = 0) -> Params:
         codes = any(
             other.name != stored.name and _stem(other.name) == _stem(stored.name) for other in raw.values()
         )
-        kind = "scales" if stored.dtype == "float16" and codes else stored.dtype
+        # tensor cores have halves in the type of activations, whatever words hold them
+        halves = library.metadata.activations if spec.function else stored.dtype
+        kind = halves if stored.dtype == "float16" and halves in _HALVES else stored.dtype
+        kind = f"scales in {kind}" if kind in _HALVES and codes else kind
         made[key] = tvm.runtime.empty(spec.shape, spec.dtype, handle)
         _fill(made[key], on_device[kind])
     library.device.synchronize()
