@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 import threading
@@ -115,6 +116,9 @@ def serve(engine: AsyncEngine, options: ServerOptions, listener: socket.socket, 
         What running requests get to finish; then they are aborted, and told so. A second signal ends all.
     """
     server = _server(engine, options, drain_seconds)
+    # What is loaded stays: without it a collection of garbage, which stops all answers, is quickly done.
+    gc.collect()
+    gc.freeze()
     server.run(sockets=[listener])
     server.begin_drain()
     server.join_drain()
