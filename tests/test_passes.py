@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +33,7 @@ from kvq.passes.fuse_pointwise import FusePointwise
 from kvq.passes.lower_experts import LowerExperts
 from kvq.passes.lower_kv_cache import CACHE_PARAMETERS, LowerPagedKVCache
 from kvq.passes.lower_weights import LowerWeights, WeightPlan
-from kvq.passes.specialize_rows import SpecializeRows
+from kvq.passes.specialize_rows import MOST_ROWS, SpecializeRows
 from kvq.quantization.scheme import WEIGHT_SCHEMES, KVQuantization
 from kvq.runtime.kv_cache import PagedKVCache
 from kvq.runtime.step_plan import StepPlan, build_step
@@ -40,6 +41,7 @@ from kvq.schedules.cache_arguments import SCRATCH_EXTRA
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.paged_attention import SPLIT_PAGES, TILE_ROWS
 from kvq.schedules.cpu.vector import CpuIsa
+from kvq.schedules.cuda import gemv_rows
 from kvq.schedules.cuda.backend import CudaKernels
 
 GOLDENS = Path(__file__).parent / "goldens" / "ir"
@@ -166,8 +168,9 @@ def test_a_residual_that_is_used_twice_is_not_fused():
     assert "linear_q8_add" not in relax_text(after) and "R.add" in relax_text(after)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_product_is_gated_where_the_backend_does_that(bias):
+def cuda_mlp(bias: bool, most_rows: int | None = None) -> str:
+    """The MLP with CUDA's kernels, for any or few rows, as text."""
+
     class Gated(Mlp):
         def __init__(self) -> None:
             super().__init__()
@@ -177,15 +180,33 @@ def test_a_product_is_gated_where_the_backend_does_that(bias):
     mod, params, _ = Gated().export_tvm(
         spec={"main": {"ids": spec.Tensor(["n"], "int32"), "$": packed}}, allow_extern=True
     )
+    if most_rows is not None:
+        mod["main"] = mod["main"].with_attr(MOST_ROWS, most_rows)
     kernels = CudaKernels(("sm_90a",), "float16")
     plan = WeightPlan(kernels)
     for name, param in params:
         shape = tuple(int(s) for s in param.shape)
         plan.add(name, shape, WEIGHT_SCHEMES["q4f16_1"].storage(name, len(shape) > 1))
     after = FusePointwise(kernels)(LowerWeights(plan, False)(mod))
-    text = relax_text(relax.transform.DeadCodeElimination(["main"])(after))
+    return relax_text(relax.transform.DeadCodeElimination(["main"])(after))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_product_is_gated_where_the_backend_does_that(bias):
+    text = cuda_mlp(bias)
     assert ("silu_gated_linear_f16_int4_128x64" in text) is not bias
     assert ("silu_gate_64_quantize_operand" in text) is bias
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_fewest_rows_make_them(bias):
+    """The norm before a product, its gate and the residual are one kernel each; what is between stays."""
+    text = cuda_mlp(bias, gemv_rows.MOST_ROWS)
+    calls = [name for name in re.findall(r"R\.call_tir\((\w+)", text) if not name.startswith("prepare_")]
+    first = "norm_1em05_linear_f16_int4_128x64_rows4"
+    gated = [first, "silu_gate_64_quantize"] if bias else [f"silu_gated_{first}"]
+    last = ["linear_f16_add_int4_64x64_rows4", "rounding_linear_f16_int4_48x64_rows4"]
+    assert calls == ["embedding_int4_48x64", *gated, *last]
 
 
 def test_attach_metadata():

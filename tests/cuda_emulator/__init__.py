@@ -76,7 +76,7 @@ def _translate(match: re.Match[str]) -> str:
         return f"simt::load_matrices({base} + {offset or 0}, {', '.join(values)});"
     if "%%" in text:
         return f"{operands[0]} = {'simt::rank()' if text.endswith('ctarank') else 0};"
-    if parts[0] in ("fence", "griddepcontrol"):
+    if parts[0] in ("fence", "griddepcontrol", "prefetch"):
         return ";"
     if parts[0] == "atom":
         return f"int* p = (int*){addresses[0]}; {values[0]} = *p; *p += {values[1]};"

@@ -348,6 +348,7 @@ T atomicAdd(T* at, T value) {
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline float rsqrtf(float a) { return 1 / sqrtf(a); }
 template <typename A, typename B>
 auto max(A a, B b) -> decltype(a + b) {
   return a > b ? a : b;

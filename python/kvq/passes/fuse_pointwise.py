@@ -4,6 +4,8 @@
   ``act`` is ``silu`` or ``gelu_tanh``, become our kernels;
 - ``quantize_rows`` of such a kernel's result becomes part of it; where the backend has that, a gate and what
   rounds it become part of the product before;
+- what rounds the rows of a product, or normalizes and rounds them, becomes part of the product where the
+  backend has that and nobody else takes these rows;
 - the addition of a residual to a product of rounded activations becomes part of the product;
 - a reshape of a reshape becomes one.
 
@@ -19,9 +21,9 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from kvq.schedules.backend import Kernels
+from kvq.schedules.backend import Kernels, RowSource
 
-from .rounded_product import RoundedProduct, rounding_order
+from .rounded_product import RoundedProduct, float_name, rounding_name, rounding_order
 
 _NORM = Op.get("relax.nn.rms_norm")
 #: Activations of a gate, by their operators.
@@ -59,6 +61,10 @@ class _Rewriter(PyExprMutator):
         self.kernels: dict[str, GlobalVar] = {}
         #: builders of the quantizing variants from the order of rows, by the name of the plain kernel
         self.quantizing: dict[str, Any] = {}
+        #: what a product may do itself of what makes its rows, by the name of the kernel that does it
+        self.sources: dict[str, RowSource] = {}
+        #: products that make their rows, by the names of their kernels
+        self.products: dict[str, RoundedProduct] = {}
         self.uses: dict[relax.Var, int] = {}
 
     def transform(self) -> IRModule:
@@ -74,7 +80,8 @@ class _Rewriter(PyExprMutator):
         return self.kernels[name]
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
-        once = [isinstance(arg, relax.Var) and self.uses.get(arg) == 1 for arg in call.args]
+        once = [self._once(arg) for arg in call.args]
+        rows_once = _is_kernel(call, "linear_") and self._once(call.args[1].fields[0])
         call = super().visit_call_(call)
         if not isinstance(call, relax.Call):
             return call
@@ -90,6 +97,8 @@ class _Rewriter(PyExprMutator):
             return self.residual(call)
         if _is_kernel(call, "quantize_rows_"):
             return self.quantize(call, rounding_order(call.args[0].name_hint))
+        if rows_once:
+            return self.make_rows(call)
         if call.op == _RESHAPE:
             inner = self._value(call.args[0])
             if isinstance(inner, relax.Call) and inner.op == _RESHAPE:
@@ -98,9 +107,10 @@ class _Rewriter(PyExprMutator):
 
     def norm(self, call: relax.Call) -> relax.Expr:
         dim, eps = int(call.args[0].ty.shape[1]), float(call.attrs.epsilon)
-        name = f"rms_norm_{dim}_{eps:g}".replace("-", "m").replace(".", "_")
+        name = f"rms_norm_{dim}_{float_name(eps)}"
         if rounded := self.backend.rounded:
             self.quantizing[name] = lambda order: rounded.rms_norm(dim, eps, order)
+            self.sources[f"{name}_quantize"] = RowSource(rounded=False, eps=eps)
         kernel = self.kernel(name, lambda: self.backend.rms_norm(dim, eps))
         return relax.call_tir(kernel, list(call.args), out_ty=call.ty)
 
@@ -128,19 +138,49 @@ class _Rewriter(PyExprMutator):
         kernel = self.kernel(quantizing, lambda: self.quantizing[name](order))
         return relax.call_tir(kernel, list(inner.args[1].fields), out_ty=call.ty)
 
+    def product(self, expr: Any) -> RoundedProduct | None:
+        """The product of rounded activations that ``expr`` is, if it is one without a residual."""
+        rounded = self.backend.rounded
+        if rounded is None or not _is_kernel(expr, ""):
+            return None
+        name = expr.args[0].name_hint
+        return self.products.get(name) or RoundedProduct.parse(name, rounded.name)
+
+    def make_rows(self, call: relax.Call) -> relax.Expr:
+        """``linear(rounding(x), ...)`` to a product of ``x``, if there is one."""
+        rounding, product = self._value(call.args[1].fields[0]), self.product(call)
+        rounded = self.backend.rounded
+        if rounded is None or product is None or not _is_kernel(rounding, ""):
+            return call
+        maker = rounding.args[0].name_hint
+        plain = RowSource(rounded=False) if maker == rounding_name(product.k, "") else None
+        if (source := self.sources.get(maker, plain)) is None:
+            return call
+        product = product.with_rows(source)
+        name = product.kernel_name()
+        if name not in self.kernels:
+            built = rounded.linear(
+                product.n, product.k, product.storage, most_rows=product.most_rows, rows=source
+            )
+            if built is None:
+                return call
+            self.kernel(name, lambda: built)
+            self.products[name] = product
+        arguments = [*rounding.args[1].fields, *call.args[1].fields[1:]]
+        return relax.call_tir(self.kernels[name], arguments, out_ty=call.ty)
+
     def gated_product(self, gate: relax.Call, name: str, order: str) -> tuple[GlobalVar, list[Any]] | None:
         """The product whose result ``gate`` takes, with gate and rounding in it, and its arguments."""
         activation, found, _ = name.partition("_gate_")
         before, rounded = self._value(gate.args[1].fields[0]), self.backend.rounded
-        if not (found and rounded and _is_kernel(before, "linear_")):
+        product = self.product(before)
+        if not (found and rounded and product):
             return None
-        product = RoundedProduct.parse(before.args[0].name_hint, rounded.name)
-        if product is None:
-            return None
-        shape = (product.n, product.k, product.storage, activation, order, product.most_rows)
         kernel_name = f"{activation}_gated_{product.kernel_name()}"
         if kernel_name not in self.kernels:
-            built = rounded.gated_linear(*shape)
+            built = rounded.gated_linear(
+                product.n, product.k, product.storage, activation, order, product.most_rows, product.rows
+            )
             if built is None:
                 return None
             self.kernel(kernel_name, lambda: built)
@@ -149,18 +189,25 @@ class _Rewriter(PyExprMutator):
     def residual(self, call: relax.Call) -> relax.Expr:
         """``add(x, linear(...))`` of rounded activations to ``linear_add(..., x)``."""
         inner, x, rounded = self._value(call.args[1]), call.args[0], self.backend.rounded
-        if rounded is None or not _is_kernel(inner, "linear_") or not _is_rows(x.ty):
-            return call
-        product = RoundedProduct.parse(inner.args[0].name_hint, rounded.name)
-        if product is None:
+        product = self.product(inner)
+        if rounded is None or product is None or not _is_rows(x.ty):
             return call
         kernel = self.kernel(
             product.with_residual().kernel_name(),
             lambda: rounded.linear(
-                product.n, product.k, product.storage, residual=True, most_rows=product.most_rows
+                product.n,
+                product.k,
+                product.storage,
+                residual=True,
+                most_rows=product.most_rows,
+                rows=product.rows,
             ),
         )
         return relax.call_tir(kernel, [*inner.args[1].fields, x], out_ty=call.ty)
+
+    def _once(self, expr: Any) -> bool:
+        """Whether ``expr`` is a variable that one binding uses."""
+        return isinstance(expr, relax.Var) and self.uses.get(expr) == 1
 
     def _value(self, expr: relax.Expr) -> Any:
         return self.lookup_binding(expr) if isinstance(expr, relax.Var) else None

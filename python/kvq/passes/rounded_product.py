@@ -5,6 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from kvq.schedules.backend import ROUNDED, RowSource
+
+
+def float_name(value: float) -> str:
+    """A number as a part of a kernel's name."""
+    return f"{value:g}".replace("-", "m").replace(".", "_")
+
 
 def rounding_name(k: int, order: str) -> str:
     """Name of the kernel that rounds rows of ``k`` activations into an order."""
@@ -32,6 +39,8 @@ class RoundedProduct:
         Rows that the kernel is for; None for any number.
     residual : bool
         Whether it adds one.
+    rows : RowSource
+        What its rows are.
     """
 
     precision: str
@@ -40,21 +49,29 @@ class RoundedProduct:
     k: int
     most_rows: int | None = None
     residual: bool = False
+    rows: RowSource = ROUNDED
 
     def kernel_name(self) -> str:
         """The kernel's name in a module."""
         rows = f"_rows{self.most_rows}" if self.most_rows else ""
         added = "add_" if self.residual else ""
-        return f"linear_{self.precision}_{added}{self.storage}_{self.n}x{self.k}{rows}"
+        source = "" if self.rows.rounded else "rounding_"
+        if self.rows.eps is not None:
+            source = f"norm_{float_name(self.rows.eps)}_"
+        return f"{source}linear_{self.precision}_{added}{self.storage}_{self.n}x{self.k}{rows}"
 
     @classmethod
     def parse(cls, name: str, precision: str) -> RoundedProduct | None:
-        """The product that a kernel's name stands for, None if it stands for none without a residual."""
+        """The product of rounded rows that a kernel's name stands for; None if it is none."""
         found = re.fullmatch(rf"linear_{precision}_(?!add_)(\w+)_(\d+)x(\d+?)(?:_rows(\d+))?", name)
         if found is None:
             return None
         storage, n, k, rows = found.groups()
         return cls(precision, storage, int(n), int(k), int(rows) if rows else None)
+
+    def with_rows(self, rows: RowSource) -> RoundedProduct:
+        """The same product, of other rows."""
+        return replace(self, rows=rows)
 
     def with_residual(self) -> RoundedProduct:
         """The same product, with a residual."""

@@ -79,6 +79,25 @@ class Preparation:
     dtype: str
 
 
+@dataclass(frozen=True)
+class RowSource:
+    """What the rows of a product of rounded activations are, when it gets them.
+
+    Attributes
+    ----------
+    rounded : bool
+        Whether they are rounded; else they are float32, and the product rounds them.
+    eps : float or None
+        The product normalizes float32 rows before: ``x / sqrt(mean(x**2) + eps) * gain``.
+    """
+
+    rounded: bool = True
+    eps: float | None = None
+
+
+ROUNDED = RowSource()
+
+
 class RoundedKernels(Protocol):
     """Products with activations of less precision: codes of int8 on a CPU, fp16 or bf16 for tensor cores.
 
@@ -116,16 +135,30 @@ class RoundedKernels(Protocol):
         ...
 
     def linear(
-        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
-    ) -> tirx.PrimFunc:
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        residual: bool = False,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
+    ) -> tirx.PrimFunc | None:
         """Multiply rounded activations by a weight, and add the residual if there is one.
 
-        ``most_rows`` is one of the backend's ``row_limits``, None for any number of rows.
+        ``most_rows`` is one of the backend's ``row_limits``, None for any number of rows. None where a kernel
+        of its own must round ``rows``.
         """
         ...
 
     def gated_linear(
-        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        activation: str,
+        order: str,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
     ) -> tirx.PrimFunc | None:
         """Multiply, gate and round, into an order; None where these are kernels of their own."""
         ...

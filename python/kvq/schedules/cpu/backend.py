@@ -10,7 +10,7 @@ from kvq.layout import KVLayout
 from kvq.quantization.storage import STORAGES
 from kvq.runtime.cache_shape import SCRATCH_SLOTS
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
-from kvq.schedules.backend import AttentionShape, Preparation
+from kvq.schedules.backend import ROUNDED, AttentionShape, Preparation, RowSource
 from kvq.schedules.cache_arguments import SCRATCH_EXTRA
 
 from . import (
@@ -50,12 +50,25 @@ class CpuInt8Kernels:
         return activations.quantize_rows(k, self.isa)
 
     def linear(
-        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
-    ) -> tirx.PrimFunc:
-        return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual)
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        residual: bool = False,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
+    ) -> tirx.PrimFunc | None:
+        return linear_q8.linear_q8(n, k, storage, self.isa, residual=residual) if rows == ROUNDED else None
 
     def gated_linear(
-        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        activation: str,
+        order: str,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
     ) -> tirx.PrimFunc | None:
         return None
 

@@ -10,12 +10,13 @@ from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.quantization.storage import GROUP
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
-from kvq.schedules.backend import AttentionShape, DecodeShape, Preparation
+from kvq.schedules.backend import ROUNDED, AttentionShape, DecodeShape, Preparation, RowSource
 from kvq.schedules.gpu import experts
 from kvq.schedules.gpu.limits import GpuLimits
 
 from . import (
     draw,
+    gemv,
     kv_append,
     kv_carry,
     kv_seal,
@@ -30,6 +31,8 @@ from . import (
     weight_fragments,
 )
 from .block import overlaps
+from .gemv_rows import MOST_ROWS
+from .gemv_tuning import gemv_tuning
 from .mma import PTX_TYPES
 
 #: Partial results of rows that several blocks share in decode: more than any plan for one GPU makes.
@@ -56,25 +59,54 @@ class CudaRoundedKernels:
         return k, self.activations
 
     def row_order(self, most_rows: int | None) -> str:
-        return "" if most_rows == linear_few.MOST_ROWS else weight_fragments.OPERAND
+        few = most_rows is not None and most_rows <= linear_few.MOST_ROWS
+        return "" if few else weight_fragments.OPERAND
 
     def quantize_rows(self, k: int, order: str = "") -> tirx.PrimFunc:
         return pointwise.round_rows(k, self.activations, overlaps(self.archs), order)
 
     def linear(
-        self, n: int, k: int, storage: str, residual: bool = False, most_rows: int | None = None
-    ) -> tirx.PrimFunc:
-        if most_rows == linear_few.MOST_ROWS:
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        residual: bool = False,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
+    ) -> tirx.PrimFunc | None:
+        if most_rows == MOST_ROWS and (kernel := self._gemv(n, k, storage, rows)):
+            return gemv.gemv(kernel, residual)
+        if rows != ROUNDED:
+            return None
+        if most_rows is not None and most_rows <= linear_few.MOST_ROWS:
             few = linear_few.few_tuning(n, k, storage, self.archs)
             return linear_few.linear_few(n, k, storage, few, residual, self.activations)
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
         return linear_tiles.linear_tiles(n, k, storage, tuning, residual, dtype=self.activations)
 
+    def _gemv(
+        self, n: int, k: int, storage: str, rows: RowSource, activation: str | None = None
+    ) -> gemv.Gemv | None:
+        """The product for fewest rows, None where shared memory is too small for it."""
+        tuning = gemv_tuning(n, k, storage, activation is not None, self.archs)
+        kernel = gemv.Gemv(n, k, storage, tuning, rows, activation, self.activations)
+        return kernel if gemv.fits(kernel, self.archs) else None
+
     def gated_linear(
-        self, n: int, k: int, storage: str, activation: str, order: str, most_rows: int | None = None
+        self,
+        n: int,
+        k: int,
+        storage: str,
+        activation: str,
+        order: str,
+        most_rows: int | None = None,
+        rows: RowSource = ROUNDED,
     ) -> tirx.PrimFunc | None:
+        if most_rows == MOST_ROWS:
+            kernel = self._gemv(n, k, storage, rows, activation) if gemv.gates(n) else None
+            return gemv.gemv(kernel) if kernel else None
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
-        if order != weight_fragments.OPERAND or not linear_tiles.gates(n, tuning):
+        if rows != ROUNDED or order != weight_fragments.OPERAND or not linear_tiles.gates(n, tuning):
             return None
         return linear_tiles.linear_tiles(n, k, storage, tuning, activation=activation, dtype=self.activations)
 
@@ -114,7 +146,7 @@ class CudaKernels:
 
     @property
     def row_limits(self) -> tuple[int, ...]:
-        return (linear_few.MOST_ROWS, tile_tuning.SOME_ROWS) if self.tensor_cores else ()
+        return (MOST_ROWS, linear_few.MOST_ROWS, tile_tuning.SOME_ROWS) if self.tensor_cores else ()
 
     def _in_fragments(self, k: int, storage: str) -> bool:
         return self.tensor_cores and weight_fragments.fits(k, storage)

@@ -166,7 +166,7 @@ def linear_few(
     """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
     kernel = _Few(k, storage, tuning, dtype)
 
-    def body(weight, x, added, out, n):
+    def body(weight, x, _gain, added, out, n):
         tile = T.cta_id([tiles(n_out)])
         thread = T.thread_id([tuning.warps * WARP])
         shared = T.alloc_shared((tuning.warps, 4 * MOST_ROWS // 8, WARP), "float32", align=128)

@@ -344,7 +344,7 @@ def linear_tiles(
     kernel = TileProduct(n_out, k, storage, tuning, activation, dtype)
     columns = -(-n_out // tuning.outputs)
 
-    def body(weight, x, added, out, n):
+    def body(weight, x, _gain, added, out, n):
         with T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes}):
             rows = T.cast(n, "int32")
             lines = T.truncdiv(rows + (tuning.rows - 1), tuning.rows)

@@ -34,17 +34,19 @@ def activate(value, activation: str):
     return value * (T.float32(1) / (T.float32(1) + libm("expf", T.float32(0) - s)))
 
 
-def put_rounded(out, value, dtype: str, order: str, row, at) -> None:
-    """Store a float32 as ``dtype``, number ``at`` of a row in an order; NaN stays NaN."""
+def rounded(value, dtype: str):
+    """A float32 as ``dtype``; NaN stays NaN."""
+    if dtype == "float32":
+        return value
     if dtype == "float16":
         value, most = T.bind(value), T.float32(_FP16_MAX)
         value = T.Select(value > most, most, T.Select(value < -most, -most, value))
-    put(
-        out,
-        value if dtype == "float32" else T.cast(value, dtype),
-        row,
-        operand_place(at) if order == OPERAND else at,
-    )
+    return T.cast(value, dtype)
+
+
+def put_rounded(out, value, dtype: str, order: str, row, at) -> None:
+    """Store a float32 as ``dtype``, number ``at`` of a row in an order."""
+    put(out, rounded(value, dtype), row, operand_place(at) if order == OPERAND else at)
 
 
 def rms_norm(
