@@ -20,7 +20,9 @@ def device(kv_heads=8) -> DecodeDevice:
 
 def requests(lengths):
     starts = np.concatenate([[0], np.cumsum([(n - 1) // PAGE for n in lengths])])
-    return [(int(start), 1000 + i, n - 1) for i, (start, n) in enumerate(zip(starts, lengths, strict=False))]
+    return tuple(
+        (int(start), 1000 + i, n - 1) for i, (start, n) in enumerate(zip(starts, lengths, strict=False))
+    )
 
 
 RAGGED = [int(n) for n in np.random.default_rng(0).integers(1, 9000, 40)]

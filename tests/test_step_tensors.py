@@ -95,7 +95,7 @@ def test_decode_is_cut_by_the_plan_for_gpus(plan):
     found = steps.decode([1, 2, 3])
     cutter = DecodeDevice.of(LAYOUT, 4, device.threads * 2, 4)
     open_pages = [plan.cache.sequence(name).open_page for name in "abc"]
-    rows = list(zip((0, 4, 5), open_pages, (300, 90, 5), strict=True))
+    rows = tuple(zip((0, 4, 5), open_pages, (300, 90, 5), strict=True))
     expected = plan_decode(rows, 64, cutter, 64)
     np.testing.assert_array_equal(found.lists[4].numpy(), np.array(expected, np.int32))
     assert found.lists[1].numpy().tolist() == [0, 0, len(expected), 0]
@@ -142,6 +142,20 @@ def test_decode_steps_have_the_same_tensors_until_they_need_more_room(plan):
         assert steps.faults().tolist() == [2, 0]
         plan.commit()
     assert len(seen) == 1 and found.lists[4].shape[0] % 64 == 0
+
+
+def test_the_step_that_follows_is_cut_while_the_one_before_runs(plan):
+    steps = DeviceSteps(plan, Device.open("cpu"), metadata(DecodeSpec(8, 2, 4), 64), FakeDriver())
+    for requests in ([("a", 300)], [("b", 125), ("c", 63)]):
+        build_step(plan, requests, 1)
+        plan.commit()
+    plan_decode.cache_clear()
+    for _ in range(70):  # each sequence completes a page at least
+        build_step(plan, [("a", 1), ("b", 1), ("c", 1)], 1, cut_attention=False)
+        steps.decode([7, 8, 9])
+        steps.expect_next()
+        plan.commit()
+    assert plan_decode.cache_info().misses == 71, "but for the first one every plan was there"
 
 
 @pytest.mark.parametrize("spec", [None, DecodeSpec(8, 2, 4)])

@@ -84,7 +84,7 @@ class AttentionCase:
         self.rows = rows.reshape(layout.open_shape(batch + 1))
         self._row_pages = row_pages
         requests = [(int(starts[i]), int(row_pages[i]), int(self.positions[i])) for i in range(batch)]
-        self.tasks = plan_decode(requests, page, device, scratch_slots)
+        self.tasks = plan_decode(tuple(requests), page, device, scratch_slots)
         self.counts = np.array([0, 0, len(self.tasks), 0], np.int32)
         self.scratch = np.full((scratch_slots, num_heads, dim + 8), np.nan, np.float32)
         self.scratch[:, :, dim + 2] = 0

@@ -31,6 +31,8 @@ BATCH = 32
 #: (0 where the own page belongs to another part), first scratch slot of the row, its parts, and which of them
 #: the task is.
 DecodeTask = tuple[int, int, int, int, int, int, int, int]
+#: A row of a step: where its sealed pages start in the page table, its open page, its position.
+DecodeRow = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -72,16 +74,16 @@ class DecodeDevice:
         )
 
 
+@lru_cache(maxsize=4)
 def plan_decode(
-    rows: Sequence[tuple[int, int, int]], page_size: int, device: DecodeDevice, scratch_slots: int
+    rows: tuple[DecodeRow, ...], page_size: int, device: DecodeDevice, scratch_slots: int
 ) -> np.ndarray:
-    """Cut the rows of a decode step into parts, the longest first: tasks, int32 ``[tasks, 8]``.
+    """Cut the rows of a decode step into parts, the longest first: tasks, int32 ``[tasks, 8]``, read only.
 
     Parameters
     ----------
-    rows : sequence of (table start, row page, position)
-        Row ``i`` of the step is entry ``i``: where its sealed pages start in the page table, its open page,
-        and its position.
+    rows : tuple of DecodeRow
+        Row ``i`` of the step is entry ``i``.
     page_size : int
         Tokens of a page.
     device : DecodeDevice
@@ -89,7 +91,7 @@ def plan_decode(
     scratch_slots : int
         Partial results there is room for; rows stay whole when it is used up.
     """
-    work = _work(rows, page_size, 0)
+    work = _work(rows, page_size)
     tasks = _tasks(work, device, scratch_slots).copy()
     starts, row_pages, positions = np.array(rows, np.int32).T
     grown = positions // page_size - np.array([pages for pages, _ in work], np.int32)
@@ -98,24 +100,27 @@ def plan_decode(
     tasks[:, 2] += last * grown[row]
     tasks[:, 3] = row_pages[row]
     tasks[:, 4] = last * (positions % page_size + 1)[row]
+    tasks.flags.writeable = False
     return tasks
 
 
-def expect_decode(
-    rows: Sequence[tuple[int, int, int]], page_size: int, device: DecodeDevice, scratch_slots: int
-) -> None:
-    """Think about the step that most likely follows, so that its :func:`plan_decode` finds that done."""
-    _tasks(_work(rows, page_size, 1), device, scratch_slots)
+def following(rows: Sequence[DecodeRow], page_size: int) -> list[DecodeRow]:
+    """The rows of the decode step after this one, if the same sequences run in it."""
+    after, shift = [], 0
+    for start, row_page, position in rows:
+        after.append((start + shift, row_page, position + 1))
+        shift += not (position + 2) % page_size  # a page that is completed then is in the table then
+    return after
 
 
-def _work(rows: Sequence[tuple[int, int, int]], page_size: int, ahead: int) -> tuple[tuple[int, int], ...]:
-    """Sealed pages, and tiles of the own page, of each row when it is ``ahead`` tokens further.
+def _work(rows: Sequence[DecodeRow], page_size: int) -> tuple[tuple[int, int], ...]:
+    """Sealed pages, and tiles of the own page, of each row.
 
     All rows are taken back to where the first one began its tile: so their work stays for as many steps, in
     which a row completes one page at most.
     """
-    ahead -= (rows[0][2] + ahead) % FRAGMENT_TILE
-    places = [divmod(max(0, position + ahead), page_size) for _, _, position in rows]
+    back = rows[0][2] % FRAGMENT_TILE
+    places = [divmod(max(0, position - back), page_size) for _, _, position in rows]
     return tuple((page, at // FRAGMENT_TILE + 1) for page, at in places)
 
 

@@ -17,7 +17,7 @@ import tvm_ffi
 
 from kvq.runtime.cache_shape import logit_room
 from kvq.runtime.cuda_driver import CudaDriver
-from kvq.runtime.decode_plan import DecodeDevice, expect_decode, plan_decode
+from kvq.runtime.decode_plan import DecodeDevice, DecodeRow, following, plan_decode
 from kvq.runtime.device import Device
 from kvq.runtime.dlpack_view import Int32View
 from kvq.runtime.metadata import Metadata
@@ -182,7 +182,7 @@ class DeviceSteps:
             heads = metadata.model.num_attention_heads
             self._decode = DecodeDevice.of(metadata.layout, heads, blocks, spec.warps)
         self.cuts_decode = self._decode is not None
-        self._rows: list[tuple[int, int, int]] = []
+        self._last: tuple[list[DecodeRow], int] | None = None
         arrays = (plan.page_table, plan.seal_tasks, plan.carry_tasks, plan.attention_tasks, plan.merge_tasks)
         room = sum(array.size for array in arrays) + 5 * plan.max_rows + 16 * _ALIGNMENT
         room += (1 + DRAW_FIELDS) * logit_room(plan.max_rows)
@@ -267,16 +267,19 @@ class DeviceSteps:
         plan = self.plan
         positions = plan.positions[: plan.num_rows].tolist()
         rows = [(span[2], span[3], position) for span, position in zip(plan.spans, positions, strict=True)]
-        rows += [(0, rows[0][1], 0)] * fill
-        self._rows = rows
-        return plan_decode(rows, plan.cache.page_size, device, self.metadata.scratch_slots)
+        return self._cut(device, rows, fill)
 
     def expect_next(self) -> None:
-        """Cut the attention of a step like the one that runs, a token further."""
-        if self._decode is not None and self._rows:
-            size, slots = self.plan.cache.page_size, self.metadata.scratch_slots
-            expect_decode(self._rows, size, self._decode, slots)
-            self._rows = []
+        """Cut the attention of the step that follows if the same sequences run in it."""
+        if self._decode is not None and self._last is not None:
+            rows, fill = self._last
+            self._cut(self._decode, following(rows, self.plan.cache.page_size), fill)
+            self._last = None
+
+    def _cut(self, device: DecodeDevice, rows: list[DecodeRow], fill: int) -> np.ndarray:
+        self._last = rows, fill
+        filled = (*rows, *[(0, rows[0][1], 0)] * fill)
+        return plan_decode(filled, self.plan.cache.page_size, device, self.metadata.scratch_slots)
 
     def _upload(
         self,
