@@ -4,10 +4,9 @@
 
 Starts ``kvq serve`` and keeps clients busy: prompts and answers of many lengths, half of the prompts with a
 shared prefix; greedy and drawn; streamed and whole; every seventh hangs up in the middle, some ask for log
-probabilities, some for JSON. The memory that the driver counts and the server's figures are read every few
-seconds. Prints JSON; fails if a request failed, if pages are left when all is over, or if memory grew after
-the first quarter. The driver counts all processes: where others use the GPU at first, ``--settle`` says from
-which second on memory is judged.
+probabilities, some for JSON. The memory that the driver counts for the server's process and the server's
+figures are read every few seconds. Prints JSON; fails if a request failed, if pages are left when all is
+over, or if memory grew after the first quarter.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -116,8 +116,8 @@ async def drive(url: str, args: argparse.Namespace, memory: Callable[[], int]) -
         await asyncio.gather(*clients)
         await asyncio.sleep(1)
         end = (await http.get("/stats")).json()
-    judged = [reading["bytes"] for reading in readings if reading["at"] >= args.settle] or [memory()]
-    early, most = max(judged[: max(1, len(judged) // 4)]), max(judged)
+    taken = [reading["bytes"] for reading in readings]
+    early, most = max(taken[: max(1, len(taken) // 4)]), max(taken)
     return {
         "requests": sum(soak.done.values()),
         "kinds": dict(soak.done),
@@ -151,17 +151,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--port", type=int, default=8977)
-    parser.add_argument("--settle", type=int, default=0, help="seconds from which on memory is judged")
     args = parser.parse_args()
-    memory: Callable[[], int] = lambda: 0  # noqa: E731 (another device: its memory is not read)
-    with contextlib.suppress(LibraryError):
-        gpu = GpuMemory()
-        before = gpu.used
-        memory = lambda: gpu.used - before  # noqa: E731
     command = [sys.executable, "-m", "kvq", "serve", args.model, "--device", args.device, "--mode", "server"]
     command += ["--memory", args.memory, "--port", str(args.port)]
     command += ["--model-lib", args.model_lib] if args.model_lib else []
     server = subprocess.Popen(command)
+    memory: Callable[[], int] = lambda: 0  # noqa: E731 (another device: its memory is not read)
+    with contextlib.suppress(LibraryError):
+        memory = partial(GpuMemory().used_by, server.pid)
     url = f"http://127.0.0.1:{args.port}"
     try:
         while True:

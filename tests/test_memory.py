@@ -351,6 +351,10 @@ class FakeDriver:
             if name == "nvmlDeviceGetMemoryInfo":
                 memory = args[1]._obj
                 memory.total, memory.used, memory.free = 1000, self.taken, 1000 - self.taken
+            elif name == "nvmlDeviceGetComputeRunningProcesses_v3":
+                args[1]._obj.value = 2
+                for one, pid, used in zip(args[2], (7, 9), (30, 70), strict=False):
+                    one.pid, one.used = pid, used
             return 0
 
         return call
@@ -362,6 +366,7 @@ def test_the_drivers_count(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = gpu_memory.GpuMemory()
     before = memory.used
     assert (before, memory.free) == (100, 900)
+    assert [memory.used_by(pid) for pid in (9, 7, 0)] == [70, 30, 0]
     driver.taken = 350
     assert memory.overhead(before) == 250 + gpu_memory.HEADROOM
     driver.taken = 50  # somebody else went

@@ -10,10 +10,21 @@ from kvq.errors import LibraryError
 #: Bytes that a process may yet take beside what is planned: code that is loaded when it first runs, graphs,
 #: and whole pieces of memory where less was asked for.
 HEADROOM = 96 << 20
+#: Processes on a GPU that are listed.
+_MOST_PROCESSES = 256
 
 
 class _Memory(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ulonglong) for name in ("total", "free", "used"))
+
+
+class _Process(ctypes.Structure):
+    _fields_ = (
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpu_instance", ctypes.c_uint),
+        ("compute_instance", ctypes.c_uint),
+    )
 
 
 class GpuMemory:
@@ -56,6 +67,13 @@ class GpuMemory:
     def used(self) -> int:
         """Bytes that all processes have taken, and the driver for itself."""
         return int(self._read().used)
+
+    def used_by(self, pid: int) -> int:
+        """Bytes that a process has taken, its context and code among them; 0 if it has none."""
+        count = ctypes.c_uint(_MOST_PROCESSES)
+        found = (_Process * _MOST_PROCESSES)()
+        self._call("nvmlDeviceGetComputeRunningProcesses_v3", self._handle, ctypes.byref(count), found)
+        return next((int(one.used) for one in found[: count.value] if one.pid == pid), 0)
 
     def overhead(self, before: int) -> int:
         """Bytes that this process takes beside its tensors; ``before`` was in use when it had none of it."""
