@@ -28,7 +28,7 @@ def normalized(x: np.ndarray, gain: np.ndarray) -> np.ndarray:
     ("storage", "n_out", "rows", "tuning", "residual", "activation", "dtype"),
     [
         # tiles and units that blocks and warps cannot share evenly
-        ("int4", 72, NORM, GemvTuning(4, 1, 2, 2), True, None, "bfloat16"),
+        ("int4", 96, NORM, GemvTuning(4, 1, 4, 2), True, None, "bfloat16"),
         ("int4", 96, ROUNDS, GemvTuning(4, 2, 2, 3), False, "silu", "float16"),
         ("float16", 72, ROUNDED, GemvTuning(4, 2, 1, 1), False, None, "float16"),
     ],

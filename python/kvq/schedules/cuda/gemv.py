@@ -15,7 +15,6 @@ A gated product has tiles of both halves of the outputs, and stores ``act(first)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -311,10 +310,6 @@ def fits(kernel: Gemv, archs: Sequence[str]) -> bool:
 def gemv(kernel: Gemv, residual: bool = False) -> tirx.PrimFunc:
     """Build the product for at most :data:`MOST_ROWS` rows; its arguments are those of ``products.py``."""
     tuning = kernel.tuning
-    attributes: dict[str, Any] = {
-        **kernel_attributes(tuning.overlap),
-        "tirx.launch_bounds_min_blocks_per_sm": tuning.blocks_per_sm,
-    }
 
     def body(weight, x, gain, added, out, n):
         with T.attr({"tirx.dyn_smem_bytes": kernel.shared_bytes}):
@@ -330,7 +325,7 @@ def gemv(kernel: Gemv, residual: bool = False) -> tirx.PrimFunc:
         kernel.rows.k,
         kernel.storage,
         residual,
-        attributes,
+        kernel_attributes(tuning.overlap),
         body,
         gated=kernel.activation is not None,
         dtype=kernel.dtype,

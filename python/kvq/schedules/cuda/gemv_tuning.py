@@ -12,8 +12,6 @@ from .weight_fragments import UNIT, tiles
 MULTIPROCESSORS = 132
 #: Inputs from which a block's rows leave no room for a second block.
 LONG = 8192
-#: Threads of a multiprocessor at 64 registers each.
-_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -45,11 +43,6 @@ class GemvTuning:
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * self.warps
-
-    @property
-    def blocks_per_sm(self) -> int:
-        """Blocks that registers are for: the kernel behind this one finds room beside it."""
-        return max(_THREADS // self.threads, 1)
 
 
 def gemv_tuning(n_out: int, k: int, storage: str, gated: bool, archs: Sequence[str]) -> GemvTuning:
