@@ -117,6 +117,10 @@ def build(source: str, directory: Path, shared_bytes: int, threads: int, cluster
             r"^(?:template[^\n]*\n)?__forceinline__ __device__ [^{;]*tvm_builtin.*?^}", source, re.M | re.S
         )
     )
+    # what wgmma reads are the registers, not what they hold when it starts
+    helpers = re.sub(
+        r".*wgmma_\w*mma_async.*", lambda line: line[0].replace("uint32_t __a", "uint32_t& __a"), helpers
+    )
     found = re.search(
         r'^extern "C" __global__ void __launch_bounds__\([^)]*\) (\w+)\(([^)]*)\) \{', source, re.M
     )

@@ -69,7 +69,7 @@ typedef std::deque<std::vector<Copy>> Copies;  // groups of cp.async of a thread
 
 struct Product {
   std::vector<float*> sums;
-  uint32_t a[4][4];  // of the lanes with the same rows
+  const uint32_t* a[4];  // the lane's registers
   uint64_t b;
   float (*as_float)(uint32_t, int);  // of the operands' type
 };
@@ -208,17 +208,18 @@ inline void load_matrices(uint32_t address, uint32_t& d0, uint32_t& d1, uint32_t
 }
 
 template <typename T>
-void start_product(std::vector<float*> sums, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint64_t b) {
-  uint32_t words[4] = {a0, a1, a2, a3};
-  Exchange& e = exchange(words, 4);
-  Product product{sums, {}, b, as_float<T>};
-  for (int i = 0; i < 4; i++) memcpy(product.a[i], e.words[current % 32 / 4 * 4 + i], 16);
-  products[current].back().push_back(product);
+void start_product(std::vector<float*> sums, const uint32_t& a0, const uint32_t& a1, const uint32_t& a2,
+                   const uint32_t& a3, uint64_t b) {
+  products[current].back().push_back({sums, {&a0, &a1, &a2, &a3}, b, as_float<T>});
 }
 
 inline void commit_products() { products[current].emplace_back(); }
 
 inline void finish(const Product& p) {
+  uint32_t words[4];
+  for (int i = 0; i < 4; i++) words[i] = *p.a[i];
+  Exchange& e = exchange(words, 4);
+  auto* a = &e.words[current % 32 / 4 * 4];  // of the lanes with the same rows
   uint32_t start = uint32_t(p.b & 0x3fff) << 4, eight_rows = uint32_t(p.b >> 32 & 0x3fff) << 4;
   for (size_t i = 0; i < p.sums.size(); i++) {
     int half = i / 2 % 2, row = int(i) / 4 * 8 + current % 4 * 2 + i % 2;
@@ -226,12 +227,12 @@ inline void finish(const Product& p) {
       uint32_t address = start + row / 8 * eight_rows + row % 8 * 128 + 2 * k;
       uint16_t bits;
       memcpy(&bits, at_shared(address ^ (address >> 7 & 7) << 4, 2), 2);
-      *p.sums[i] += p.as_float(p.a[k % 8 / 2][half + k / 8 * 2], k % 2) * p.as_float(bits, 0);
+      *p.sums[i] += p.as_float(a[k % 8 / 2][half + k / 8 * 2], k % 2) * p.as_float(bits, 0);
     }
   }
 }
 
-// B is read as late as it may be, so that a place that is filled again too early shows.
+// Operands are read as late as they may be, so that a place or register that is filled again too early shows.
 inline void wait_products(size_t pending) {
   auto& groups = products[current];
   while (groups.size() > pending + 1) {

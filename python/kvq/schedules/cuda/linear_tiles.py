@@ -95,14 +95,23 @@ class TileProduct:
         weights = []
         for i in range(tuning.output_tiles):
             at = i * stride
-            lines = i * tuning.output_warps * tuning.input_warps
             for piece in range(self.words // 4):
-                offset = copies.word_at + lines * copies.unit_bytes + piece * WARP * PIECE
-                load_shared(held, at + 4 * piece, 4, words, offset)
+                self._load_piece(words, i, piece, held, at + 4 * piece)
             if self.storage == "int4":
-                load_shared(held, at + self.words, 1, scales, copies.scale_at + lines * SCALE_BYTES)
+                offset = copies.scale_at + self._lines(i) * SCALE_BYTES
+                load_shared(held, at + self.words, 1, scales, offset)
             weights.append(UnitWeights(self.storage, held, at, at + self.words, self.dtype))
         return weights
+
+    def _lines(self, i: int) -> int:
+        """Lines of a stage between the warp's first tile and tile ``i``."""
+        return i * self.tuning.output_warps * self.tuning.input_warps
+
+    def _load_piece(self, words, i: int, piece: int, out, at: int) -> None:
+        """The lane's 16 bytes number ``piece`` of tile ``i``, of the unit whose words are at ``words``."""
+        copies = self.copies
+        offset = copies.word_at + self._lines(i) * copies.unit_bytes + piece * WARP * PIECE
+        load_shared(out, at, 4, words, offset)
 
     def add_unit(self, stage, acc) -> None:
         """Add the warp's products of its unit in the stage."""
@@ -123,22 +132,28 @@ class TileProduct:
     def start_unit(self, stage, a, acc) -> None:
         """Start the warpgroup's products of its unit in the stage; half of them may still run afterwards.
 
-        ``a`` holds operand A of both halves: one is made while the tensor cores read the other.
+        ``a`` holds operand A of both halves: one is made while the tensor cores read the other. Nothing else
+        may be read by them, for it would be filled again too early.
         """
-        weights, count = self.load_weights(stage), self.tuning.row_tiles * 4
+        tiles, count = self.tuning.output_tiles, self.tuning.row_tiles * 4
+        codes = self.load_weights(stage) if self.storage == "int4" else None
+        words = T.bind(stage + self.word_offset)
         rows = T.bind(T.cast(T.shift_right(stage + self.group_offset, u32(4)), "uint64"))
         for half in range(2):
-            registers = {}
+            places = {}
             for step in range(STEPS // 2):
-                for i, weight in enumerate(weights):
-                    at = ((half * len(weights) + i) * 2 + step) * 4
-                    made = weight.registers(2 * half + step, a, at)
-                    registers[step, i] = made
+                for i in range(tiles):
+                    at = places[step, i] = ((half * tiles + i) * 2 + step) * 4
+                    if codes is None:
+                        self._load_piece(words, i, 2 * half + step, a, at)
+                    else:
+                        codes[i].registers(2 * half + step, a, at)
             wgmma_fence()
             for step in range(STEPS // 2):
                 operand = T.bind(rows + T.uint64(SWIZZLED_ROWS + (2 * half + step) * 2))
-                for i in range(len(weights)):
-                    wgmma(acc, i * count, count, registers[step, i], operand, self.dtype)
+                for i in range(tiles):
+                    registers = [a[places[step, i] + p] for p in range(4)]
+                    wgmma(acc, i * count, count, registers, operand, self.dtype)
             wgmma_commit()
             wgmma_wait(1)
 
