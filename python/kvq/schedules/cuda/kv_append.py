@@ -16,6 +16,7 @@ from kvq.schedules.cache_arguments import append_arguments
 from kvq.schedules.statements import put, when
 
 from .block import ATTRIBUTES, WARP, add, kernel_attributes, let_next_start, libm, reduce_warp, wait_for_rows
+from .mma import load_global
 
 WARPS = 4
 FP16_MAX = 65504.0
@@ -131,7 +132,7 @@ def kv_append(
     kv_heads, dim, page = layout.num_kv_heads, layout.head_dim, layout.page_size
     row_dtype, total_heads = layout.row_dtype, num_heads + 2 * kv_heads
 
-    def append_head(row, head, lane, qkv, rope, slots, layer, kv_open, kv_workspace, num_open, faults, q):
+    def append_head(row, head, lane, qkv, rope, slot, layer, kv_open, kv_workspace, num_open, faults, q):
         line = WarpRow(dim, lane)
 
         def query():
@@ -141,7 +142,6 @@ def kv_append(
         def store(part: int):
             line.clean(row_dtype, faults, row)
             kv_head = T.bind(head - (num_heads + part * kv_heads))
-            slot = T.bind(slots[row])
             at = T.bind(T.cast(T.shift_right(slot, T.int32(page.bit_length() - 1)), "int64"))
             offset = T.bind(T.bitwise_and(slot, T.int32(page - 1)) * dim)
 
@@ -176,10 +176,14 @@ def kv_append(
         group, row = T.cta_id([-(-total_heads // WARPS), T.cast(a.n, "int32")])
         thread = T.thread_id([WARPS * WARP])
         let_next_start(overlap)
+        # of the plan, which nothing in the step writes
+        slots = T.alloc_local((1,), "int32")
+        load_global(slots, 0, 1, a.slots.ptr_to([row]), kind="s32")
+        slot = T.bind(slots[0])
         wait_for_rows(overlap)
         head, lane = T.bind(group * WARPS + T.shift_right(thread, 5)), T.bind(T.bitwise_and(thread, WARP - 1))
         rows = (a.kv_open, a.workspace, a.num_open)
-        append_head(row, head, lane, a.qkv, a.rope, a.slots, a.layer, *rows, a.faults, a.q)
+        append_head(row, head, lane, a.qkv, a.rope, slot, a.layer, *rows, a.faults, a.q)
     return script.get()
 
 

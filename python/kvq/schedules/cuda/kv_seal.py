@@ -30,6 +30,7 @@ from .block import (
 )
 from .fragments import Codes
 from .key_widths import KeyWidths
+from .mma import load_global
 
 THREADS = 256
 #: Values of a row that a thread reads at once.
@@ -340,8 +341,11 @@ def kv_seal(layout: KVLayout, num_heads: int, overlap: bool = False) -> tirx.Pri
         head, task = T.cta_id([layout.num_kv_heads, T.cast(a.num_tasks, "int32")])
         thread = T.thread_id([THREADS])
         let_next_start(overlap)
+        # of the plan, which nothing in the step writes; in most steps there is nothing to do
+        count = T.alloc_local((1,), "int32")
+        load_global(count, 0, 1, a.counts.ptr_to([0]), kind="s32")
         # also where nothing is to be done: who waits for this kernel waits for those before it
         wait_for_rows(overlap)
-        with T.If(task < a.counts[0]), T.Then():
+        with T.If(task < count[0]), T.Then():
             seal(task, head, thread, a.q, a.kv_open, a.workspace, a.num_open, a.tasks, a.layer, a.pool)
     return script.get()
