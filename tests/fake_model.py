@@ -65,7 +65,7 @@ class FakeModel:
         self.poison: Callable[[list[int]], bool] | None = None
 
     def can_draw(self, params: SamplingParams) -> bool:
-        return not params.needs_logits and (
+        return not params.changes_logits and (
             self.draws == DRAW or (self.draws == LIKELIEST and params.is_greedy)
         )
 

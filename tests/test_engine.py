@@ -299,3 +299,13 @@ def test_requests_that_need_logits_share_steps_with_those_that_do_not() -> None:
         tokens.append(found)
     assert tokens[0] == tokens[1]
     assert max(model.hosted) == 1
+
+
+def test_log_probabilities_of_a_token_that_the_device_drew() -> None:
+    model, _, completions = make()
+    found = []
+    for model.draws in (None, DRAW):
+        choice = completions.create(prompt="hello", max_tokens=5, logprobs=2, seed=1).choices[0]
+        found.append((choice.text, choice.logprobs))
+    assert found[0] == found[1] and found[1][1] is not None and len(found[1][1].top_logprobs) == 5
+    assert max(model.hosted) == 1, "its row alone leaves the device"

@@ -142,6 +142,39 @@ def test_logprobs_are_the_models_own() -> None:
     assert token.top[0][1] == pytest.approx(np.log(0.5), abs=1e-5)
 
 
+@pytest.mark.parametrize("size", [1, 7, 256, 300, 5000])
+@pytest.mark.parametrize("ties", [False, True])
+def test_draws_and_logprobs_are_those_of_sorting_everything(size: int, ties: bool) -> None:
+    rng = np.random.default_rng(size)
+    for at in range(20):
+        logits = rng.normal(size=size).astype(np.float32) * 4
+        if ties:
+            logits = np.round(logits)
+        allowed = rng.random(size) < (0.02 if at % 3 == 0 else 0.8)
+        allowed[rng.integers(size)] = True
+        limits = {"top_p": [1.0, 0.7][at % 2], "top_k": [0, 3, 600][at % 3], "min_p": [0.0, 0.1][at // 10]}
+        params = SamplingParams(seed=at, top_logprobs=20, **limits)  # type: ignore[arg-type]
+        token = Sampler(params, (), size).sample(logits, at, allowed)
+        order = np.argsort(-logits, kind="stable")
+        total = np.log(np.exp(logits.astype(np.float64)).sum())
+        assert [index for index, _ in token.top] == order[:20].tolist()
+        assert token.logprob == pytest.approx(logits[token.id] - total, abs=1e-4)
+
+        weights = np.exp(logits - logits[allowed].max(), dtype=np.float32) * allowed
+        masses = (weights * np.float32(2**41)).astype(np.int64)
+        ids = [
+            index
+            for index in np.argsort(-weights, kind="stable")
+            if weights[index] >= np.float32(params.min_p)
+        ]
+        ids = ids[: params.top_k or None]
+        enough = int(np.ceil(float(np.float32(params.top_p)) * float(masses.sum())))
+        kept = sorted(ids[: int(np.searchsorted(np.cumsum(masses[ids]), min(enough, masses.sum()))) + 1])
+        sums = np.cumsum(masses[kept])
+        point = int(uniform(at, 0, at) * float(sums[-1]))
+        assert token.id == kept[int(np.searchsorted(sums, min(point, sums[-1] - 1), side="right"))]
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

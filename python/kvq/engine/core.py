@@ -261,7 +261,9 @@ class EngineCore:
         states = [batch[i] for i in drawn]
         on_device = [state.on_device for state in states]
         if any(on_device) or (self._draws and not drawn):
-            hosted = [row for row, here in enumerate(on_device) if not here]
+            hosted = [
+                row for row, state in enumerate(states) if state.reports_logprobs or not state.on_device
+            ]
             draws = np.zeros((len(states), DRAW_FIELDS), np.int32)
             for row, state in enumerate(states):
                 if state.on_device:

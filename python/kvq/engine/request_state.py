@@ -37,10 +37,11 @@ class RequestState:
         self._sampler = Sampler(request.sampling, request.prompt, vocab_size, request.choice)
         sampling = request.sampling
         self._takes_likeliest = (
-            sampling.is_greedy and not sampling.needs_logits and request.constraint is None
+            sampling.is_greedy and not sampling.changes_logits and request.constraint is None
         )
-        #: Whether the device draws the tokens, so that logits are of no use.
+        #: Whether the device draws the tokens, and whether their logits are wanted all the same.
         self.on_device = False
+        self.reports_logprobs = sampling.top_logprobs is not None
         self._arrived = time.perf_counter()
         self._started = False
         #: Whether the rows of the current step append a drawn token, rather than tokens known before.
@@ -77,7 +78,7 @@ class RequestState:
         Parameters
         ----------
         logits : numpy.ndarray or None
-            float32 ``[V]``; None where the device drew.
+            float32 ``[V]``; None where the device drew and nothing is to be told of them.
         token_id : int
             What it drew; else the index of the largest logit.
         """
@@ -102,8 +103,9 @@ class RequestState:
         return Piece(token, text)
 
     def _next_token(self, logits: np.ndarray | None, token_id: int) -> SampledToken:
-        if logits is None or self._takes_likeliest:
-            return SampledToken(token_id)
+        if self.on_device or self._takes_likeliest:
+            return self._sampler.report(token_id, logits)
+        assert logits is not None
         constraint = self.request.constraint
         allowed = None if constraint is None else constraint.allowed()
         if allowed is not None and not allowed[: len(logits)].any():

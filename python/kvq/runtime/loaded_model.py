@@ -95,7 +95,7 @@ class LoadedModel:
 
     def can_draw(self, params: SamplingParams) -> bool:
         """Whether the device draws such tokens, so that logits need not leave it."""
-        if self.library.draw is None or params.needs_logits:
+        if self.library.draw is None or params.changes_logits:
             return False
         return params.is_greedy or self.metadata.token_function == DRAW
 

@@ -11,6 +11,7 @@ the same weights (``schedules/cuda/draw.py``).
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ MASS_BITS = 41
 DRAW_FIELDS = 8
 #: Candidates that are sorted first; nearly always they hold all of top-p.
 _FIRST_CANDIDATES = (256, 4096)
+#: Ids that are looked at together where only a few of all matter.
+_BLOCK = 256
 #: Temperatures below this are greedy: dividing by them would overflow float32.
 _GREEDY_TEMPERATURE = 1e-5
 
@@ -86,12 +89,10 @@ class SamplingParams:
         return self.temperature < _GREEDY_TEMPERATURE
 
     @property
-    def needs_logits(self) -> bool:
-        """Whether more is asked than a token drawn from the logits as they are."""
-        return (
-            self.repetition_penalty != 1
-            or bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
-            or self.top_logprobs is not None
+    def changes_logits(self) -> bool:
+        """Whether the token is drawn from other logits than the model's own."""
+        return self.repetition_penalty != 1 or bool(
+            self.presence_penalty or self.frequency_penalty or self.logit_bias
         )
 
 
@@ -114,6 +115,24 @@ class SampledToken(NamedTuple):
     id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class _Scratch(threading.local):
+    """Arrays for a thread's draws: new ones of this size would cost more than what is computed in them."""
+
+    def __init__(self) -> None:
+        self._size = -1
+
+    def take(self, size: int) -> _Scratch:
+        """The arrays, ``[size]``; good until the next draw."""
+        if size != self._size:
+            self._size = size
+            self.weights, self.scaled = np.empty(size, np.float32), np.empty(size, np.float32)
+            self.masses = np.empty(size, np.int64)
+        return self
+
+
+_scratch = _Scratch()
 
 
 class Sampler:
@@ -175,13 +194,24 @@ class Sampler:
             changed = np.where(allowed[: self._vocab_size], changed, np.float32("-inf"))
         token = int(changed.argmax()) if self.params.is_greedy else self._draw(changed, position)
         self._counts[token] += 1
+        return self.report(token, logits)
+
+    def report(self, token: int, logits: np.ndarray | None) -> SampledToken:
+        """A token that was drawn, with the log probabilities that are asked for.
+
+        Parameters
+        ----------
+        logits : numpy.ndarray or None
+            float32 ``[V]``, the model's own; None only if nothing is asked for.
+        """
         if self.params.top_logprobs is None:
             return SampledToken(token)
-        return self._with_logprobs(token, logits, self.params.top_logprobs)
+        assert logits is not None
+        return _with_logprobs(token, logits[: self._vocab_size], self.params.top_logprobs)
 
     def _penalized(self, logits: np.ndarray) -> np.ndarray:
         p = self.params
-        if p.repetition_penalty == 1 and not (p.presence_penalty or p.frequency_penalty or p.logit_bias):
+        if not p.changes_logits:
             return logits
         out = logits.copy()
         seen = np.fromiter(self._prompt | set(self._counts), np.int64)
@@ -197,22 +227,35 @@ class Sampler:
         return out
 
     def _draw(self, logits: np.ndarray, position: int) -> int:
-        scaled = (logits - logits.max()) / np.float32(self.params.temperature)
-        weights = np.exp(scaled, dtype=np.float32)
+        weights = _scratch.take(len(logits)).weights
+        np.subtract(logits, logits.max(), out=weights)
+        weights /= np.float32(self.params.temperature)
+        np.exp(weights, out=weights)
         return draw(weights, self.params, uniform(self._seed, self._choice, position))
 
-    @staticmethod
-    def _with_logprobs(token: int, logits: np.ndarray, count: int) -> SampledToken:
-        count = min(count, len(logits))
-        top = logits.max()
-        total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
-        likeliest = (
-            np.flatnonzero(logits >= np.partition(logits, -count)[-count]) if count else np.empty(0, int)
-        )
-        likeliest = likeliest[np.argsort(-logits[likeliest], kind="stable")][:count]
-        return SampledToken(
-            token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in likeliest)
-        )
+
+def _with_logprobs(token: int, logits: np.ndarray, count: int) -> SampledToken:
+    top = logits.max()
+    total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
+    likeliest = _likeliest(logits, min(count, len(logits)))
+    return SampledToken(
+        token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in likeliest)
+    )
+
+
+def _likeliest(values: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the ``count`` largest values, the largest first, equal ones by id."""
+    if not count:
+        return np.empty(0, int)
+    # The largest of each block tell which blocks can hold one of them: a few of hundreds.
+    starts = np.arange(0, len(values), _BLOCK)
+    highest = np.maximum.reduceat(values, starts)
+    least = np.partition(highest, -count)[-count] if count < len(highest) else highest.min()
+    ids = (starts[highest >= least][:, None] + np.arange(_BLOCK)).reshape(-1)
+    ids = ids[: np.searchsorted(ids, len(values))]
+    kept = values[ids]
+    ids = ids[kept >= np.partition(kept, -count)[-count]]
+    return ids[np.argsort(-values[ids], kind="stable")][:count]
 
 
 def draw(weights: np.ndarray, params: SamplingParams, point: float) -> int:
@@ -225,11 +268,22 @@ def draw(weights: np.ndarray, params: SamplingParams, point: float) -> int:
     point : float
         At least 0, below 1: how much of the kept mass, in the order of ids, lies before the token.
     """
-    masses = (weights * np.float32(2**MASS_BITS)).astype(np.int64)
+    scratch = _scratch.take(len(weights))
+    np.multiply(weights, np.float32(2**MASS_BITS), out=scratch.scaled)
+    masses = scratch.masses
+    np.copyto(masses, scratch.scaled, casting="unsafe")
     kept = _kept(weights, masses, params)
-    cumulative = np.cumsum(masses if kept is None else masses[kept])
-    before = min(int(point * float(cumulative[-1])), int(cumulative[-1]) - 1)
-    drawn = int(np.searchsorted(cumulative, before, side="right"))
+    if kept is not None:
+        masses = masses[kept]
+    # First the block of ids that the token is in, then the token.
+    sums = np.cumsum(np.add.reduceat(masses, np.arange(0, len(masses), _BLOCK)))
+    before = min(int(point * float(sums[-1])), int(sums[-1]) - 1)
+    block = int(np.searchsorted(sums, before, side="right"))
+    first = block * _BLOCK
+    inside = np.cumsum(masses[first : first + _BLOCK])
+    drawn = first + int(
+        np.searchsorted(inside, before - (int(sums[block - 1]) if block else 0), side="right")
+    )
     return drawn if kept is None else int(kept[drawn])
 
 
@@ -249,16 +303,19 @@ def _kept(weights: np.ndarray, masses: np.ndarray, params: SamplingParams) -> np
 
 
 def _candidates(weights: np.ndarray, masses: np.ndarray, enough: int, params: SamplingParams) -> np.ndarray:
-    """Ids in order of falling weight (equal ones by id): all, or the first that are sure to suffice."""
+    """Ids with any weight, the heaviest first, equal ones by id: all, or the first that surely suffice."""
+    positive = weights > 0
+    ids = np.arange(len(weights)) if positive.all() else np.flatnonzero(positive)
+    values = weights if len(ids) == len(weights) else weights[ids]
     for count in _FIRST_CANDIDATES:
-        if len(weights) <= count:
+        if len(values) <= count:
             break
-        first = np.flatnonzero(weights >= np.partition(weights, -count)[-count])
-        first = first[np.argsort(-weights[first], kind="stable")]
+        first = np.flatnonzero(values >= np.partition(values, -count)[-count])
+        first = ids[first[np.argsort(-values[first], kind="stable")]]
         if (
             0 < params.top_k <= count
             or (params.top_p < 1 and masses[first].sum() >= enough)
             or weights[first[-1]] < params.min_p
         ):
             return first
-    return np.argsort(-weights, kind="stable")
+    return ids[np.argsort(-values, kind="stable")]
