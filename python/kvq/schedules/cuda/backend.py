@@ -27,6 +27,7 @@ from . import (
     pointwise,
     prefill_attention,
     tile_attention,
+    tile_sums,
     tile_tuning,
     weight_fragments,
 )
@@ -106,7 +107,7 @@ class CudaRoundedKernels:
             kernel = self._gemv(n, k, storage, rows, activation) if gemv.gates(n) else None
             return gemv.gemv(kernel) if kernel else None
         tuning = tile_tuning.tile_tuning(n, storage, most_rows, self.archs)
-        if rows != ROUNDED or order != weight_fragments.OPERAND or not linear_tiles.gates(n, tuning):
+        if rows != ROUNDED or order != weight_fragments.OPERAND or not tile_sums.gates(n, tuning):
             return None
         return linear_tiles.linear_tiles(n, k, storage, tuning, activation=activation, dtype=self.activations)
 

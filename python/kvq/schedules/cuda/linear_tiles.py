@@ -6,7 +6,7 @@
 
 A unit's words are operand A as they lie in memory; int4 codes become halves in registers. Rows are operand B,
 in shared memory. Warps, by themselves or in fours, share a block's outputs and rows and, where rows are few,
-its inputs too; two blocks, a cluster, may share inputs as well. Parts are added up in a fixed order.
+its inputs too; two blocks, a cluster, may share inputs as well (``tile_sums.py``).
 
 A product may be gated: then a warp has tiles of both halves of the outputs, ``act(first) * second`` is what
 it stores, rounded, and the halves themselves are never written.
@@ -22,13 +22,13 @@ from tvm.script import tirx as T
 from kvq.schedules.statements import put, when
 
 from .block import WARP, kernel_attributes, let_next_start, wait_for_rows
-from .mma import block_sync, copies_commit, copies_wait, emit, load_matrices, load_shared, mma, u32
-from .pointwise import activate, put_rounded
+from .mma import block_sync, copies_commit, copies_wait, load_matrices, load_shared, mma, u32
 from .products import product_func
 from .tile_copies import PIECE, ROW_BYTES, SCALE_BYTES, STAGE_ALIGN, TileCopies
+from .tile_sums import TilePlace, TileSums, gates
 from .tile_tuning import TileTuning
 from .unit_weights import UnitWeights
-from .weight_fragments import OPERAND, STEPS, TILE, UNIT, unit_words
+from .weight_fragments import STEPS, TILE, UNIT, unit_words
 from .wgmma import SWIZZLED_ROWS, async_fence, wgmma, wgmma_commit, wgmma_fence, wgmma_wait
 
 
@@ -50,8 +50,7 @@ class TileProduct:
         activation: str | None = None,
         dtype: str = "float16",
     ) -> None:
-        self.n_out, self.storage, self.tuning, self.activation = n_out, storage, tuning, activation
-        self.dtype = dtype
+        self.storage, self.tuning, self.activation, self.dtype = storage, tuning, activation, dtype
         assert activation is None or gates(n_out, tuning)
         self.words = unit_words(storage)
         depth = tuning.input_warps
@@ -68,22 +67,8 @@ class TileProduct:
             tuning.threads,
             pairs=tuning.output_warps if activation else 0,
         )
-        self.places = tuning.output_warps * tuning.row_warps
-        staged = tuning.stages * self.copies.stage_bytes
-        parts = depth * self.places * self.accumulators * WARP * 4 if self.meets else 0
-        self.exchange_at = max(staged, parts)
-        exchanged = self.places * self.accumulators * WARP * 4 // 2 if tuning.splits > 1 else 0
-        self.shared_bytes = self.exchange_at + exchanged
-
-    @property
-    def accumulators(self) -> int:
-        """fp32 sums of a lane."""
-        return 4 * self.tuning.output_tiles * self.tuning.row_tiles
-
-    @property
-    def meets(self) -> bool:
-        """Whether sums have parts that meet in shared memory."""
-        return self.tuning.input_warps * self.tuning.splits > 1
+        self.sums = TileSums(n_out, tuning, activation, dtype, tuning.stages * self.copies.stage_bytes)
+        self.shared_bytes = self.sums.shared_bytes
 
     # ---- a unit --------------------------------------------------------------------------------
     def load_weights(self, stage) -> list[UnitWeights]:
@@ -162,12 +147,13 @@ class TileProduct:
         """A block's outputs of its rows; it is number ``rank`` of its cluster."""
         tuning = self.tuning
         let_next_start(tuning.overlap)
-        self._find_place(rank, block_row, block_output, thread, n)
+        place = TilePlace(tuning, self.activation is not None, block_row, block_output, thread)
+        self._find_offsets(place)
         first_unit = T.bind(rank * self.copies.units)
-        self.copies.begin(weight, x, self.first_tile, self.first_row, first_unit, n, thread)
+        self.copies.begin(weight, x, place.first_tile, place.first_row, first_unit, n, thread)
         base = T.bind(T.cuda.cvta_generic_to_shared(shared.data))
-        acc = T.alloc_local([self.accumulators], "float32")
-        for i in range(self.accumulators):
+        acc = T.alloc_local([self.sums.count], "float32")
+        for i in range(self.sums.count):
             put(acc, T.float32(0), i)
         # a stage is free again when everybody has left it: with wgmma, one turn later
         lead = tuning.stages - (2 if tuning.wgmma else 1)
@@ -205,145 +191,30 @@ class TileProduct:
             if self.copies.whole:
                 add()
             else:
-                when(first_unit + turn * tuning.input_warps + self.input_warp < self.copies.end, add)
-            for place in (reading, writing):
-                following = T.bind(place[0] + 1)
-                put(place, T.Select(following == tuning.stages, T.int32(0), following), 0)
+                when(first_unit + turn * tuning.input_warps + place.input_warp < self.copies.end, add)
+            for stage_number in (reading, writing):
+                following = T.bind(stage_number[0] + 1)
+                put(stage_number, T.Select(following == tuning.stages, T.int32(0), following), 0)
         if tuning.wgmma:
             wgmma_wait(0)
-        if self.activation:
-            self._store_gated(acc, out)
-        elif self.meets:
-            self._add_parts(acc, rank, red, added, out)
-        else:
-            for quad in range(self.accumulators // 4):
-                self._store(T.int32(quad), [acc[4 * quad + i] for i in range(4)], added, out)
+        self.sums.end(acc, place, rank, red, added, out, n)
 
-    def _find_place(self, rank, block_row, block_output, thread, n) -> None:
-        """Which outputs, rows and inputs are the warp's, and where in a stage it finds them."""
-        tuning, depth, copies = self.tuning, self.tuning.input_warps, self.copies
-        lane, warp = T.bind(T.bitwise_and(thread, WARP - 1)), T.bind(T.shift_right(thread, 5))
-        self.lane, self.n = lane, n
-        self.g, self.c = T.bind(T.shift_right(lane, 2)), T.bind(T.bitwise_and(lane, 3))
-        self.place, self.input_warp = (
-            T.bind(T.truncmod(warp, self.places)),
-            T.bind(T.truncdiv(warp, self.places)),
-        )
-        self.output_warp = T.bind(T.truncmod(self.place, tuning.output_warps))
-        self.row_warp = T.bind(T.truncdiv(self.place, tuning.output_warps))
-        block_tiles = tuning.outputs // TILE // (2 if self.activation else 1)
-        self.first_tile = T.bind(block_output * block_tiles)
-        self.first_row = T.bind(block_row * tuning.rows)
-        first = T.bind(self.output_warp * depth + self.input_warp)
+    def _find_offsets(self, place: TilePlace) -> None:
+        """Where in a stage the warp finds its words, scales and rows."""
+        tuning, depth, copies, lane = self.tuning, self.tuning.input_warps, self.copies, place.lane
+        first = T.bind(place.output_warp * depth + place.input_warp)
         self.word_offset = T.bind(T.cast(first * copies.unit_bytes + lane * PIECE, "uint32"))
-        group = T.shift_right(self.c, 1) * (SCALE_BYTES // 2)
-        self.scale_offset = T.bind(T.cast(first * SCALE_BYTES + group + self.g * 4, "uint32"))
-        self.group_offset = T.bind(T.cast(self.input_warp * tuning.rows * ROW_BYTES, "uint32"))
+        group = T.shift_right(place.c, 1) * (SCALE_BYTES // 2)
+        self.scale_offset = T.bind(T.cast(first * SCALE_BYTES + group + place.g * 4, "uint32"))
+        self.group_offset = T.bind(T.cast(place.input_warp * tuning.rows * ROW_BYTES, "uint32"))
         # the row and the piece of it that the lane names for ldmatrix
         within = T.bind(T.bitwise_and(lane, 7))
-        line = T.bind((self.input_warp * tuning.row_warps + self.row_warp) * (8 * tuning.row_tiles) + within)
+        row_warp = place.input_warp * tuning.row_warps + place.row_warp
+        line = T.bind(row_warp * (8 * tuning.row_tiles) + within)
         self.row_offset = []
         for half in range(2):
             piece = T.bitwise_xor(4 * half + T.shift_right(lane, 3), within)
             self.row_offset.append(T.bind(T.cast(line * ROW_BYTES + piece * PIECE, "uint32")))
-
-    # ---- the end -------------------------------------------------------------------------------
-    def _add_parts(self, acc, rank, red, added, out) -> None:
-        """Add up the parts of warps and blocks that share inputs; each warp ends some of the sums."""
-        warps, splits = self.tuning.input_warps, self.tuning.splits
-        quads = self.accumulators // 4
-        share = quads // (warps * splits)
-        assert share * warps * splits == quads, "the warps cannot share the sums evenly"
-        copies_wait(0)
-        block_sync()
-        mine = T.bind((self.input_warp * self.places + self.place) * self.accumulators * WARP + self.lane)
-        for i in range(self.accumulators):
-            put(red, acc[i], mine + i * WARP)
-        block_sync()
-        total = T.alloc_local([4], "float32")
-
-        def add(quad) -> None:
-            first = T.bind((self.place * self.accumulators + 4 * quad) * WARP + self.lane)
-            for i in range(4):
-                value = red[first + i * WARP]
-                for other in range(1, warps):
-                    value = value + red[first + (other * self.places * self.accumulators + i) * WARP]
-                put(total, value, i)
-
-        own = T.bind((rank * warps + self.input_warp) * share)
-        if splits == 1:
-            for s in range(share):
-                quad = T.bind(own + s)
-                add(quad)
-                self._store(quad, [total[i] for i in range(4)], added, out)
-            return
-        # what the other block ends goes to the exchange, where that block reads it
-        assert splits == 2
-        theirs = T.bind(((1 - rank) * warps + self.input_warp) * share)
-        at = T.bind((self.input_warp * self.places + self.place) * share * 4 * WARP + self.lane)
-        exchange = self.exchange_at // 4
-        for s in range(share):
-            add(T.bind(theirs + s))
-            for i in range(4):
-                put(red, total[i], exchange + at + (4 * s + i) * WARP)
-        cluster_sync()
-        remote = T.alloc_local([1], "uint32")
-        address = T.bind(self.exchange_address(red) + T.cast(at * 4, "uint32"))
-        emit(T.ptx["mapa.shared::cluster.u32"](remote[0], address, T.cast(1 - rank, "uint32")))
-        part = T.alloc_local([4], "float32")
-        for s in range(share):
-            for i in range(4):
-                offset = (4 * s + i) * WARP * 4
-                emit(T.ptx["ld.shared::cluster.f32"](part[i], T.ptx.addr(remote[0], offset)))
-            quad = T.bind(own + s)
-            add(quad)
-            self._store(quad, [total[i] + part[i] for i in range(4)], added, out)
-        cluster_sync()
-
-    def exchange_address(self, red):
-        """Address of the exchange in shared memory."""
-        return T.cuda.cvta_generic_to_shared(red.data) + u32(self.exchange_at)
-
-    def _store(self, quad, sums, added, out) -> None:
-        """Store four sums of a lane, number ``quad`` of the warp's tiles."""
-        tuning = self.tuning
-        i, j = T.bind(T.truncdiv(quad, tuning.row_tiles)), T.bind(T.truncmod(quad, tuning.row_tiles))
-        tile = T.bind(self.first_tile + self.output_warp + i * tuning.output_warps)
-        row = T.bind(self.first_row + (self.row_warp * tuning.row_tiles + j) * 8 + 2 * self.c)
-        exact = self.n_out % tuning.outputs == 0
-        for y in range(2):
-            for x in range(2):
-                at = T.bind(tile * TILE + self.g + 8 * x)
-                inside = row + y < self.n
-                with T.If(inside if exact else T.And(inside, at < self.n_out)), T.Then():
-                    value = sums[2 * x + y]
-                    put(out, value if added is None else added[row + y, at] + value, row + y, at)
-
-    def _store_gated(self, acc, out) -> None:
-        """Store what the activation of a lane's first tile lets through of its second."""
-        tuning = self.tuning
-        output = T.bind((self.first_tile + self.output_warp) * TILE + self.g)
-        row = T.bind(self.first_row + self.row_warp * tuning.row_tiles * 8 + 2 * self.c)
-        for j in range(tuning.row_tiles):
-            for y in range(2):
-                inside = T.And(row + 8 * j + y < self.n, output < self.n_out // 2)
-                with T.If(inside), T.Then():
-                    for x in range(2):
-                        at = 4 * j + 2 * x + y
-                        value = activate(acc[at], self.activation) * acc[4 * tuning.row_tiles + at]
-                        put_rounded(out, value, self.dtype, OPERAND, row + 8 * j + y, output + 8 * x)
-
-
-def gates(n_out: int, tuning: TileTuning) -> bool:
-    """Whether such a product can be gated: a lane must have both halves, whole, of what it stores."""
-    whole = tuning.input_warps * tuning.splits == 1 and n_out % (2 * TILE) == 0
-    return whole and tuning.output_tiles == 2
-
-
-def cluster_sync() -> None:
-    """Wait for all threads of the cluster, and see what they wrote to shared memory."""
-    emit(T.ptx["barrier.cluster.arrive.release.aligned"]())
-    emit(T.ptx["barrier.cluster.wait.acquire.aligned"]())
 
 
 def linear_tiles(
