@@ -15,6 +15,7 @@ from cuda_emulator import build, compiler, run
 from kernel_rig import CacheKernels, CacheRig, relative_error
 from kvq.compiler.target import cuda_target
 from kvq.layout import KVLayout
+from kvq.quantization import kv_codec
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -52,13 +53,21 @@ class Emulated:
                 value[...] = after[f"{name}_ptr"]
 
 
+def length(name: str):
+    return lambda given: len(given[name])
+
+
+def seal_kernel(layout: KVLayout, heads: int) -> Emulated:
+    from kvq.schedules.cuda.kv_seal import kv_seal
+
+    names = ["q", "kv_open", "kv_workspace", "counts", "tasks", "layer", "pool"]
+    return Emulated(kv_seal(layout, heads), names, (layout.num_kv_heads, length("tasks")))
+
+
 @cache
 def kernels(layout: KVLayout, heads: int, variant: AttentionVariant):
-    from kvq.schedules.cuda import kv_append, kv_carry, kv_seal, prefill_attention
+    from kvq.schedules.cuda import kv_append, kv_carry, prefill_attention
     from kvq.schedules.cuda.prefill_warp import Place
-
-    def length(name):
-        return lambda given: len(given[name])
 
     total = -(-(heads + 2 * layout.num_kv_heads) // kv_append.WARPS)
     kv_heads = layout.num_kv_heads
@@ -71,11 +80,7 @@ def kernels(layout: KVLayout, heads: int, variant: AttentionVariant):
             ["qkv", "rope", "slots", "layer", "kv_open", "kv_workspace", "faults", "q"],
             (total, length("q")),
         ),
-        Emulated(
-            kv_seal.kv_seal(layout, heads),
-            ["q", "kv_open", "kv_workspace", "counts", "tasks", "layer", "pool"],
-            (kv_heads, length("tasks")),
-        ),
+        seal_kernel(layout, heads),
         Emulated(
             attend,
             [
@@ -141,3 +146,20 @@ def test_a_row_has_the_same_bits_in_every_tile():
         pairs = zip(starts, chunks, strict=False)
         outputs.append(np.concatenate([rig.step([("a", n)], qkv[at : at + n]) for at, n in pairs]))
     np.testing.assert_array_equal(outputs[0], outputs[1])
+
+
+def test_a_cache_of_one_layer_is_sealed():
+    """``num_open`` times a unit is both the size of the open pages and what a workspace page lies behind."""
+    layout = KVLayout(1, 1, 64, None, None, 32, order="fragments")
+    rows = np.random.default_rng(5).standard_normal((3, 2, 32, 64)).astype(np.float16)
+    pool = np.zeros(layout.pool_shape(2), np.uint32)
+    seal_kernel(layout, 1)(
+        np.zeros((1, 1, 64), np.float32),
+        rows[:2].reshape(layout.open_shape(2)),
+        rows[2:].reshape(layout.workspace_shape(1)),
+        np.array([2, 0, 0, 0], np.int32),
+        np.array([[1, 1, 0], [2, 0, 0]], np.int32),
+        0,
+        pool,
+    )
+    np.testing.assert_array_equal(pool[::-1, 0, 0], kv_codec.seal_unit(rows[1:, 0], rows[1:, 1], layout))
