@@ -1,10 +1,10 @@
-"""Fixtures that several tests share."""
+"""Fixtures that several tests share, and the order in which processes take their files."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -26,8 +26,41 @@ def demo_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def build_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A cache directory of converted weights and compiled libraries, for one run of the tests."""
-    directory = tmp_path_factory.mktemp("build_cache")
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)  # pytest would keep gigabytes of weights for three runs
+def build_cache() -> Path:
+    """A cache directory of converted weights and compiled libraries, for one run of the tests.
+
+    All processes of the run share it: what one is building, another waits for.
+    """
+    return Path(os.environ[_BUILD_CACHE])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the directory of :func:`build_cache`; processes that this one starts inherit its name."""
+    if _BUILD_CACHE not in os.environ:
+        os.environ[_BUILD_CACHE] = tempfile.mkdtemp(prefix="kvq-builds-")
+        config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(_BUILD_CACHE), ignore_errors=True))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the files that take longest: then no process is left alone with one of them at the end."""
+    ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
+
+
+_BUILD_CACHE = "KVQ_TESTS_BUILD_CACHE"
+#: Files of half a minute and more, the longest first; neighbours do not wait for each other's builds.
+_LONGEST = (
+    "test_eval_smollm2",
+    "test_kernels_cache",
+    "test_golden_logits",
+    "test_vulkan_demo",
+    "test_eval_answers",
+    "test_families",
+    "test_kernels_linear",
+    "test_cuda_compile",
+    "test_cuda_cache_emulated",
+    "test_eval_bench_inspect_cli",
+    "test_cli_demo",
+    "test_engine_users",
+    "test_cpu_linear",
+)

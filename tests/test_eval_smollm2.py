@@ -33,7 +33,7 @@ def evaluate(model: str, schemes: list[str], window: int) -> list[dict[str, Any]
         model,
         schemes,
         DEFAULT_TEXT,
-        quantization="q0f16",
+        quantization="q0f32",
         max_tokens=GOLDEN["tokens"],
         window=window,
         chunk=256,
@@ -46,7 +46,7 @@ def rows(model: str) -> list[dict[str, Any]]:
 
 
 def test_the_tokens_are_those_of_the_golden_file(model: str) -> None:
-    tokenizer = Tokenizer.from_dir(prepare_model(model, "q0f16", REFERENCE, opt="O1").config_dir)
+    tokenizer = Tokenizer.from_dir(prepare_model(model, "q0f32", REFERENCE, opt="O1").config_dir)
     tokens = np.array(tokenizer.encode(read_text(DEFAULT_TEXT))[: GOLDEN["tokens"]], np.int32)
     assert hashlib.sha256(tokens.tobytes()).hexdigest() == GOLDEN["sha256"]
 

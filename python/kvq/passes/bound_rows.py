@@ -7,6 +7,7 @@ from TVM's pool, which keeps each size that it ever gave, and what they come to 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import tvm
 from tvm import relax, tirx
@@ -62,19 +63,20 @@ def step_storage_bytes(mod: IRModule) -> int:
     """
     most: Counter[int] = Counter()
     for gv, func in mod.functions.items():
-        if step_kind(gv.name_hint) is None:
-            continue
-        sizes: Counter[int] = Counter()
-
-        def count(node: relax.Expr, sizes: Counter[int] = sizes) -> None:
-            if isinstance(node, relax.Call) and node.op == _ALLOC_STORAGE:
-                shape = node.args[0]
-                if isinstance(shape, relax.ShapeExpr) and isinstance(shape[0], tirx.IntImm):
-                    sizes[-(-int(shape[0]) // _POOL_PAGE) * _POOL_PAGE] += 1
-
-        relax.analysis.post_order_visit(func, count)
-        most |= sizes
+        if step_kind(gv.name_hint) is not None:
+            most |= Counter(-(-size // _POOL_PAGE) * _POOL_PAGE for size in _storage_sizes(func))
     return sum(size * times for size, times in most.items())
+
+
+def _storage_sizes(func: relax.Function) -> Iterator[int]:
+    """Bytes of each piece that a function takes from the pool, of those that are numbers."""
+    for block in func.body.blocks:
+        for binding in block.bindings:
+            call = binding.value
+            if isinstance(call, relax.Call) and call.op == _ALLOC_STORAGE:
+                shape = call.args[0]
+                if isinstance(shape, relax.ShapeExpr) and isinstance(shape[0], tirx.IntImm):
+                    yield int(shape[0])
 
 
 _ALLOC_STORAGE = tvm.ir.Op.get("relax.vm.alloc_storage")
