@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from kvq.layout import BASE_BITS, KVLayout
+from kvq.layout import KVLayout
 from kvq.quantization.kv_codec import MAX_ENERGY
+from kvq.schedules.key_widths import BlockKeyWidths
 from kvq.schedules.statements import for_threads, put
 
 from .block import sync
@@ -25,16 +26,15 @@ def _mul(a, b):
     return T.call_extern("float32", "__fmul_rn", a, b)
 
 
-class KeyWidths:
-    """The choice for a page of one KV head, in shared memory; of keys of one width, only the answers."""
+class KeyWidths(BlockKeyWidths):
+    """The choice for a page of one KV head."""
 
     def __init__(self, layout: KVLayout, num_heads: int, thread, threads: int) -> None:
-        self.layout, self.group = layout, num_heads // layout.num_kv_heads
-        self.half, self.thread, self.threads = layout.head_dim // 2, thread, threads
-        self.mixed = layout.k_bits is not None and len(layout.k_classes) > 1
+        super().__init__(layout)
+        self.group, self.thread, self.threads = num_heads // layout.num_kv_heads, thread, threads
         if self.mixed:
             self.weight = T.alloc_shared((self.half,), "float32")
-            # 0 wide, 1 as named, 2 narrow; and the pair's place among those that are stored
+            # and a pair's place among those that are stored
             self.kind, self.place = (T.alloc_shared((self.half,), "int32") for _ in range(2))
 
     def choose(self, q, row, head, spread) -> None:
@@ -75,25 +75,7 @@ class KeyWidths:
             for_threads(half, self.thread, self.threads, step)
             sync()
 
-    def levels(self, channel):
-        """The largest code of a channel, int32."""
-        bits = self.layout.k_bits or 0
-        if not self.mixed:
-            return T.int32(2**bits - 1)
-        return T.shift_right(T.int32(2 ** (bits + 1)), self.kind[T.truncmod(channel, self.half)]) - 1
-
     def stored(self, channel):
         """Where a channel stands among the codes."""
         pair = T.truncmod(channel, self.half)
         return (self.place[pair] if self.mixed else pair) * 2 + T.truncdiv(channel, self.half)
-
-    def header(self, index, base):
-        """Bit ``index`` of the K header, uint32."""
-        masks = self.layout.k_header_bits - BASE_BITS
-        shift = T.cast(T.max(index - masks, 0), "uint32")
-        of_base = T.bitwise_and(T.shift_right(T.cast(base, "uint32"), shift), T.uint32(1))
-        if not self.mixed:
-            return of_base
-        kind = self.kind[T.truncmod(index, self.half)]
-        of_pair = T.Select(kind == T.Select(index < self.half, 0, 2), T.uint32(1), T.uint32(0))
-        return T.if_then_else(index < masks, of_pair, of_base)

@@ -279,7 +279,8 @@ def _rows(layout: KVLayout, thread, source, kv_open, kv_workspace, num_open, lay
             copy(kv_open, (source, layer, head))
         with T.Else():
             # The difference is int32, which TVM does not multiply out: of one layer, ``num_open`` times a
-            # unit is the size of ``kv_open`` as well, hence would become an argument, which no vector divides.
+            # unit is the size of ``kv_open`` as well, hence would become an argument, and of an argument TVM
+            # does not know that vectors divide it.
             page = T.cast(T.cast(source, "int32") - T.cast(num_open, "int32"), "int64")
             copy(kv_workspace, (page, head))
     sync()

@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from kvq.layout import BASE_BITS, KVLayout
+from kvq.layout import KVLayout
 from kvq.quantization.kv_codec import MAX_ENERGY
+from kvq.schedules.key_widths import BlockKeyWidths
 from kvq.schedules.statements import for_threads, put
 
 from .block import held, local, shared, sync
 
 
-class KeyWidths:
-    """The choice for a page of one KV head, in shared memory; of keys of one width, only the answers."""
+class KeyWidths(BlockKeyWidths):
+    """The choice for a page of one KV head."""
 
     def __init__(self, layout: KVLayout, group: int, thread, threads: int) -> None:
-        self.layout, self.group = layout, group
-        self.half, self.thread, self.threads = layout.head_dim // 2, thread, threads
-        self.mixed = layout.k_bits is not None and len(layout.k_classes) > 1
+        super().__init__(layout)
+        self.group, self.thread, self.threads = group, thread, threads
         if self.mixed:
             self.weight = shared((self.half,), "float32")
-            # 0 wide, 1 as named, 2 narrow; and the pairs in the order in which they are stored
+            # and the pairs in the order in which they are stored
             self.kind, self.pairs = (shared((self.half,), "int32") for _ in range(2))
 
     def choose(self, q, row, head, spread) -> None:
@@ -72,27 +72,8 @@ class KeyWidths:
             for_threads(half, self.thread, self.threads, step)
             sync()
 
-    def levels(self, channel):
-        """The largest code of a channel, int32."""
-        bits = self.layout.k_bits or 0
-        if not self.mixed:
-            return T.int32(2**bits - 1)
-        return T.shift_right(T.int32(2 ** (bits + 1)), self.kind[T.truncmod(channel, self.half)]) - 1
-
     def channel(self, stored):
         """The channel that stands at a place among the codes."""
         if not self.mixed:
             return stored
         return self.pairs[T.shift_right(stored, 1)] + T.bitwise_and(stored, 1) * self.half
-
-    def header(self, index, base):
-        """Bit ``index`` of the K header, uint32."""
-        masks = self.layout.k_header_bits - BASE_BITS
-        shift = T.max(index - masks, 0)
-        of_base = T.cast(T.bitwise_and(T.shift_right(base, shift), 1), "uint32")
-        if not self.mixed:
-            return of_base
-        kind = self.kind[T.truncmod(index, self.half)]
-        of_pair = T.Select(kind == T.Select(index < self.half, 0, 2), T.uint32(1), T.uint32(0))
-        # not a Select: it would read the kind of an index beyond the pairs as well
-        return T.if_then_else(index < masks, of_pair, of_base)
