@@ -10,8 +10,9 @@ import pytest
 from cuda_emulator import compiler, run
 from kvq.runtime.philox import uniform
 from kvq.runtime.sampler import DRAW_FIELDS, Sampler, SamplingParams, draw
-from kvq.schedules.cuda.draw import NOT_FINITE, THREADS
+from kvq.schedules.cuda.draw import NOT_FINITE
 from kvq.schedules.cuda.draw import draw as draw_kernel
+from kvq.schedules.cuda.draw_row import THREADS
 from test_cuda_linear_emulated import program
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")

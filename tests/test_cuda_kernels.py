@@ -58,7 +58,7 @@ NEEDED = [
     ("rms_norm", 576, 1e-5),
     ("gate", 1536, "silu"),
     ("gate", 1536, "gelu_tanh"),
-    ("draw", *DRAW),
+    ("find_tokens", *DRAW),
 ]
 #: The same with a window and soft-capping, over float32 rows.
 VARIANT = (layout_of(None, None, heads=2, row_dtype="float32"), 3, AttentionVariant(70, 4.0))
@@ -255,11 +255,11 @@ def test_draws_are_the_hosts():
     ]
     fields = np.stack([sampler.device_draw(row) for row, sampler in enumerate(samplers)])
     out = tensor(np.full(96, -7, np.int32))
-    kernel("draw", *DRAW)(tensor(logits), tensor(fields), out)
+    kernel("find_tokens", *DRAW)(tensor(logits), tensor(fields), out)
     host = [sampler.sample(logits[row], row).id for row, sampler in enumerate(samplers)]
     assert np.count_nonzero(out.numpy() != host) <= 3
     again = tensor(np.full(96, -7, np.int32))
-    kernel("draw", *DRAW)(tensor(logits), tensor(fields), again)
+    kernel("find_tokens", *DRAW)(tensor(logits), tensor(fields), again)
     np.testing.assert_array_equal(out.numpy(), again.numpy())
-    kernel("draw", *DRAW)(tensor(logits), tensor(np.zeros_like(fields)), out)
+    kernel("find_tokens", *DRAW)(tensor(logits), tensor(np.zeros_like(fields)), out)
     np.testing.assert_array_equal(out.numpy(), logits[:, : DRAW[1]].argmax(axis=1))

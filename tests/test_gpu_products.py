@@ -65,6 +65,6 @@ def test_likeliest(gpu, vocab, drawable):
     logits[3, drawable - 1], logits[4, 0], logits[5] = 50, 50, -3e38
     logits[6, drawable:] = 99  # cannot be drawn
     out = np.full(7, -7, np.int32)
-    gpu.build(gpu.kernels.likeliest(vocab, drawable))(logits, out)
+    gpu.build(gpu.kernels.find_tokens(vocab, drawable))(logits, out)
     best = logits[:, :drawable].argmax(axis=1)
     np.testing.assert_array_equal(out, np.where(np.isfinite(logits[:, :drawable]).all(axis=1), best, -1))

@@ -31,21 +31,20 @@ class AddDraw:
 
     def transform_module(self, mod: IRModule, _context: tvm.transform.PassContext) -> IRModule:
         """Add the function to ``mod``: logits are ``float32[n, 1, V]``, draws ``int32[n, DRAW_FIELDS]``."""
+        name = self.kernels.token_function
+        if name is None:
+            return mod
         n = tirx.Var("n", "int64")
         logits = relax.Var("logits", relax.TensorType((n, 1, self.vocab), "float32"))
         draws = relax.Var("draws", relax.TensorType((n, DRAW_FIELDS), "int32"))
-        for name, others in ((DRAW, [draws]), (LIKELIEST, [])):
-            kernel = getattr(self.kernels, name)(self.vocab, self.drawable)
-            if kernel is None:
-                continue
-            bb = relax.BlockBuilder(mod)
-            with bb.function(name, [logits, *others]):
-                gv = bb.add_func(kernel, f"{name}_kernel")
-                rows = bb.emit(relax.op.reshape(logits, (n, self.vocab)))
-                tokens = relax.call_tir(gv, [rows, *others], out_ty=relax.TensorType((n,), "int32"))
-                bb.emit_func_output(bb.emit(tokens))
-            return bb.get()
-        return mod
+        others = [draws] if name == DRAW else []
+        bb = relax.BlockBuilder(mod)
+        with bb.function(name, [logits, *others]):
+            gv = bb.add_func(self.kernels.find_tokens(self.vocab, self.drawable), f"{name}_kernel")
+            rows = bb.emit(relax.op.reshape(logits, (n, self.vocab)))
+            tokens = relax.call_tir(gv, [rows, *others], out_ty=relax.TensorType((n,), "int32"))
+            bb.emit_func_output(bb.emit(tokens))
+        return bb.get()
 
 
 def token_function(mod: IRModule) -> str | None:

@@ -185,6 +185,8 @@ class Kernels(Protocol):
         ``KVLayout.order`` of its pages.
     prepares_experts : bool
         Whether the matrices of experts are prepared as other weights are.
+    token_function : str or None
+        What finds tokens of logits: ``draw`` (:mod:`kvq.runtime.sampler`), or ``likeliest``; None: the host.
     """
 
     @property
@@ -198,6 +200,9 @@ class Kernels(Protocol):
 
     @property
     def prepares_experts(self) -> bool: ...
+
+    @property
+    def token_function(self) -> str | None: ...
 
     def attention_shape(self, layout: KVLayout, num_heads: int) -> AttentionShape:
         """How attention is cut into tasks."""
@@ -263,12 +268,8 @@ class Kernels(Protocol):
         """Multiply each row, or each of its ``top_k`` inputs, by the matrices of its experts."""
         ...
 
-    def draw(self, vocab: int, drawable: int) -> tirx.PrimFunc | None:
-        """A draw from the first ``drawable`` ids of each row (:mod:`kvq.runtime.sampler`); None: not here."""
-        ...
-
-    def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc | None:
-        """The likeliest of the first ``drawable`` ids of each row; None: :meth:`draw` or the host looks."""
+    def find_tokens(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+        """The kernel of ``token_function``, over the first ``drawable`` ids of each row."""
         ...
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:

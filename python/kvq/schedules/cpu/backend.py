@@ -87,6 +87,7 @@ class CpuKernels:
 
     layout_order = "lanes"
     prepares_experts = True
+    token_function = None
     row_limits = ()
 
     @property
@@ -153,11 +154,8 @@ class CpuKernels:
     ) -> tirx.PrimFunc:
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.isa)
 
-    def draw(self, vocab: int, drawable: int) -> None:
-        return None
-
-    def likeliest(self, vocab: int, drawable: int) -> None:
-        return None
+    def find_tokens(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+        raise NotImplementedError("the host looks at logits itself")
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps, self.isa)

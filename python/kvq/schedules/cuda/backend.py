@@ -9,6 +9,7 @@ from tvm import tirx
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.quantization.storage import GROUP
+from kvq.runtime.metadata import DRAW
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import ROUNDED, AttentionShape, DecodeShape, Preparation, RowSource
 from kvq.schedules.gpu import experts
@@ -135,6 +136,7 @@ class CudaKernels:
 
     layout_order = "fragments"
     prepares_experts = False
+    token_function = DRAW
 
     @property
     def tensor_cores(self) -> bool:
@@ -244,11 +246,8 @@ class CudaKernels:
     ) -> tirx.PrimFunc:
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, _EXPERTS)
 
-    def draw(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+    def find_tokens(self, vocab: int, drawable: int) -> tirx.PrimFunc:
         return draw.draw(vocab, drawable)
-
-    def likeliest(self, vocab: int, drawable: int) -> None:
-        return None  # draw finds them too
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
         return pointwise.rms_norm(dim, eps)

@@ -9,6 +9,7 @@ from tvm import tirx
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
 from kvq.quantization.storage import STORAGES
+from kvq.runtime.metadata import LIKELIEST
 from kvq.schedules.attention_variant import PLAIN, AttentionVariant
 from kvq.schedules.backend import AttentionShape, Preparation
 
@@ -46,6 +47,7 @@ class GpuKernels:
     row_limits = ()
     layout_order = "lanes"
     prepares_experts = False
+    token_function = LIKELIEST
 
     def _needs_float16(self, what: str) -> None:
         if not self.limits.float16:
@@ -117,10 +119,7 @@ class GpuKernels:
         self._check_storage(storage)
         return experts.expert_linear(n, k, num_experts, top_k, shared, storage, self.limits)
 
-    def draw(self, vocab: int, drawable: int) -> None:
-        return None
-
-    def likeliest(self, vocab: int, drawable: int) -> tirx.PrimFunc:
+    def find_tokens(self, vocab: int, drawable: int) -> tirx.PrimFunc:
         return likeliest.likeliest(vocab, drawable, self.limits)
 
     def rms_norm(self, dim: int, eps: float) -> tirx.PrimFunc:
