@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import vulkan_runner
+
 pytestmark = pytest.mark.slow
 
 
@@ -67,3 +69,16 @@ def test_a_small_context_ends_with_length(environment: dict[str, str]) -> None:
         *("--context-window-size", "64"),
     )
     assert done.returncode == 0 and "[length]" in done.stderr
+
+
+@pytest.mark.vulkan
+@pytest.mark.skipif(vulkan_runner.missing() is not None, reason=str(vulkan_runner.missing()))
+def test_demo_on_a_vulkan_device(environment: dict[str, str]) -> None:
+    """The CPU's greedy tokens: the two largest logits are more than 1 apart at each of them."""
+    words = ("demo", "--max-tokens", "8")
+    expected, found = (kvq(environment, *words, "--device", device) for device in ("cpu", "vulkan"))
+    assert found.returncode == 0, found.stderr
+    answer, table = found.stdout.split("what the KV cache costs")
+    assert answer.strip() == expected.stdout.split("what the KV cache costs")[0].strip()
+    assert "fundamental concept" in answer and "tokens/s" in table
+    assert "KV pool" in found.stderr and "Traceback" not in found.stderr
