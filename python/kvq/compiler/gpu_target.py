@@ -6,11 +6,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import tvm
-from tvm.ir.transform import Pass
 
 from kvq.errors import CompileError
 from kvq.schedules.backend import Kernels
 from kvq.schedules.gpu.limits import GpuLimits
+
+from .device_target import DeviceTarget
 
 #: What a GPU of each kind has at least. Metal: every Apple GPU of a Mac. Vulkan: the limits that the standard
 #: guarantees, but 256 threads, and fp16 in buffers and arithmetic. OpenCL: GPUs with ``cl_khr_fp16``.
@@ -24,7 +25,7 @@ GPU_LIMITS = {
 
 
 @dataclass(frozen=True)
-class GpuTarget:
+class GpuTarget(DeviceTarget):
     """GPUs to compile the portable kernels for.
 
     Attributes
@@ -41,7 +42,6 @@ class GpuTarget:
     limits: GpuLimits
     host: dict[str, Any] = field(default_factory=lambda: {"kind": "llvm"})
 
-    features = ()
     pack_imports = None
 
     @property
@@ -63,18 +63,6 @@ class GpuTarget:
         if self.kind == "metal":  # TVM would exchange registers among more lanes than Apple's 32
             options["thread_warp_size"] = 1
         return tvm.target.Target(options, host=self.host)
-
-    @property
-    def relax_pipeline(self) -> Pass:
-        from .lowering import relax_pipeline
-
-        return relax_pipeline(self.target)
-
-    @property
-    def tir_pipeline(self) -> str:
-        from .lowering import MIXED
-
-        return MIXED
 
 
 def gpu_target(

@@ -18,6 +18,7 @@ from kvq.schedules.backend import Kernels
 from kvq.schedules.cpu.backend import CpuKernels
 from kvq.schedules.cpu.vector import CpuIsa
 
+from .device_target import DeviceTarget
 from .gpu_target import GPU_LIMITS, gpu_target
 from .hosts import X86_LEVELS, Host, this_host
 
@@ -136,7 +137,7 @@ def cpu_target(opt: str = "O2", features: set[str] | None = None, host: Host | N
 
 
 @dataclass(frozen=True)
-class CudaTarget:
+class CudaTarget(DeviceTarget):
     """NVIDIA GPUs to compile for.
 
     Attributes
@@ -152,8 +153,6 @@ class CudaTarget:
     archs: tuple[str, ...]
     activations: str = "float32"
     host: dict[str, Any] = field(default_factory=lambda: {"kind": "llvm"})
-
-    features = ()
 
     @property
     def kernels(self) -> Kernels:
@@ -175,18 +174,6 @@ class CudaTarget:
             "thread_warp_size": 32,
         }
         return tvm.target.Target(options, host=self.host)
-
-    @property
-    def relax_pipeline(self) -> Pass:
-        from .lowering import relax_pipeline
-
-        return relax_pipeline(self.target)
-
-    @property
-    def tir_pipeline(self) -> str:
-        from .lowering import MIXED
-
-        return MIXED
 
     @property
     def pack_imports(self) -> Callable[..., str]:
