@@ -36,7 +36,7 @@ def serve(path: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Run the requests on the library."""
     from kvq.engine.core import EngineCore
     from kvq.engine.request import Request
-    from kvq.memory import fit_cache
+    from kvq.memory_budget import fit_cache
     from kvq.runtime.gpu_memory import GpuMemory
     from kvq.runtime.library import Library
     from kvq.runtime.loaded_model import LoadedModel

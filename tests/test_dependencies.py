@@ -29,6 +29,7 @@ STOREYS = (
             "model_source",
             "build",
             "memory",
+            "memory_budget",
             "engine",
         ),
         *("eval", "bench", "compare", "inspect_cache", "serve", "devices"),

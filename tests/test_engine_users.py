@@ -12,7 +12,8 @@ from checkpoints import write_tiny_llama
 from kvq.build import prepare_model
 from kvq.engine.core import EngineCore
 from kvq.engine.request import Request
-from kvq.memory import fit_cache, kv_layout
+from kvq.memory import kv_layout
+from kvq.memory_budget import fit_cache
 from kvq.quantization.scheme import resolve
 from kvq.runtime.library import Library
 from kvq.runtime.loaded_model import LoadedModel

@@ -18,7 +18,8 @@ from kvq.compiler.target import cpu_target
 from kvq.config import ChatConfig, LayerAttention, ModelConfig
 from kvq.errors import CompileError
 from kvq.layout import KVLayout
-from kvq.memory import fit_cache, kv_layout, plan_memory
+from kvq.memory import kv_layout, plan_memory
+from kvq.memory_budget import fit_cache
 from kvq.model.kv_cache import KVCache, create_paged_kv_cache
 from kvq.model.rope import rope_parameters
 from kvq.passes.lower_kv_cache import LowerPagedKVCache

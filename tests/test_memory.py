@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-import kvq.memory
+import kvq.memory_budget
 from kvq.cli.main import main
 from kvq.errors import ConfigError, LibraryError, OutOfMemoryError
 from kvq.layout import KVLayout
 from kvq.memory import (
     TYPICAL_CONTEXT,
     MemoryPlan,
-    available_memory,
-    fit_cache,
     kv_layout,
     plan_memory,
     weights_bytes,
 )
+from kvq.memory_budget import available_memory, fit_cache
 from kvq.presets import PRESETS
 from kvq.quantization.scheme import resolve
 from kvq.runtime import gpu_memory
@@ -292,7 +291,7 @@ def test_limits_below_one_are_refused() -> None:
 
 def test_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"/proc/meminfo": "MemTotal: 99 kB\nMemAvailable:    2048 kB\n"}
-    monkeypatch.setattr(kvq.memory, "_read", lambda path: files.get(path, ""))
+    monkeypatch.setattr(kvq.memory_budget, "_read", lambda path: files.get(path, ""))
     assert available_memory() == 2 * MIB
     files |= {"/sys/fs/cgroup/memory.max": "3000000\n", "/sys/fs/cgroup/memory.current": "1000000\n"}
     assert available_memory() == 2000000

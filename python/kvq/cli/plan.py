@@ -59,7 +59,8 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq plan``."""
     from kvq.gen_config import DEFAULT_BATCH
-    from kvq.memory import device_costs, fit_cache, kv_layout, plan_memory
+    from kvq.memory import device_costs, kv_layout, plan_memory
+    from kvq.memory_budget import fit_cache
     from kvq.runtime.cache_shape import unread_bytes
     from kvq.sizes import parse_size
 

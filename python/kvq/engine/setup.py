@@ -11,7 +11,8 @@ from typing import Any
 from kvq.config import ChatConfig
 from kvq.engine.core import EngineCore
 from kvq.errors import ConfigError, LibraryError
-from kvq.memory import MemoryPlan, available_memory, fit_cache
+from kvq.memory import MemoryPlan
+from kvq.memory_budget import available_memory, fit_cache
 from kvq.quantization.scheme import resolve
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.device import Device
