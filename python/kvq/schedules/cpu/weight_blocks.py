@@ -63,7 +63,9 @@ def prepare_blocks(n_out: int, columns: int, dtype: str) -> tirx.PrimFunc:
     blocks = num_blocks(n_out)
 
     def block_columns(block, raw, out):
-        with T.serial(columns) as column, T.serial(BLOCK) as lane:
+        # one loop: two of constant lengths LLVM unrolls, which takes it a second for each shape
+        with T.serial(columns * BLOCK) as i:
+            column, lane = T.bind(T.truncdiv(i, BLOCK)), T.bind(T.truncmod(i, BLOCK))
             row = T.bind(block * BLOCK + lane)
             value = raw[T.min(row, n_out - 1), column]
             put(out, T.Select(row < n_out, value, T.cast(0, dtype)), block, column, lane)
@@ -173,7 +175,9 @@ class WeightBlocks:
             with T.serial(k) as i:
                 write(i, T.cast(weights[0][block, i, lane], "float32"))
             return
-        with T.serial(k // GROUP) as g, T.serial(2) as half, T.serial(HALF) as j:
+        with T.serial(k // GROUP * 2 * HALF) as i:  # one loop, as in `prepare_blocks`
+            g, at = T.bind(T.truncdiv(i, 2 * HALF)), T.bind(T.truncmod(i, 2 * HALF))
+            half, j = T.bind(T.truncdiv(at, HALF)), T.bind(T.truncmod(at, HALF))
             if self.kind.bits == 4:
                 word = T.shift_right(weights[0][block, g, j, lane], T.cast(4 * half, "uint32"))
                 mask = 15
