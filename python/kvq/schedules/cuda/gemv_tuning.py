@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .block import overlaps
+from .block import WARP, overlaps
 from .weight_fragments import UNIT, tiles
 
 #: Multiprocessors that blocks are dealt to, about.
@@ -42,7 +42,7 @@ class GemvTuning:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return 32 * self.warps
+        return WARP * self.warps
 
 
 def gemv_tuning(n_out: int, k: int, storage: str, gated: bool, archs: Sequence[str]) -> GemvTuning:
