@@ -156,7 +156,7 @@ class LoadedModel:
         tokens : numpy.ndarray
             int32 ``[number of logit rows]``, -1 where a logit is not finite.
         logits : numpy.ndarray
-            float32 ``[len(hosted), vocabulary]``.
+            float32 ``[len(hosted), vocabulary]``, good until the next step.
         """
         return self._step(requests, ids, logit_rows, draws, hosted, meanwhile)
 

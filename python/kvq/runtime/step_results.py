@@ -76,6 +76,7 @@ class CudaFetcher:
     def __init__(self, driver: CudaDriver, most_rows: int, beside: Callable[[], None]) -> None:
         self._driver, self._beside = driver, beside
         self._tokens = driver.pinned_zeros(most_rows)
+        self._logits = np.empty((0, 0), np.float32)
 
     def keep(self, logits: Any, tokens: Any) -> Results:
         """Addresses alone: the memory is the pool's again, and nothing takes it before it was fetched.
@@ -85,16 +86,26 @@ class CudaFetcher:
         return Results(logits.data_ptr(), None if tokens is None else tokens.data_ptr(), logits.shape[-1])
 
     def fetch(self, results: Results, rows: int, wanted: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logits, copies of what is on the device."""
+        """Tokens and logits, copies of what is on the device; logits of some rows until the next time."""
         driver, row_bytes = self._driver, 4 * results.width
         if results.tokens is not None:
             driver.copy_to_host(self._tokens[:rows], results.tokens)
         self._beside()
-        logits = np.empty((len(wanted), results.width), np.float32)
         if len(wanted) == rows:
+            logits = np.empty((rows, results.width), np.float32)
             driver.copy_to_host(logits, results.logits, pinned=False)
         else:
+            logits = self._room(len(wanted), results.width)
             for at, row in enumerate(wanted):
-                driver.copy_to_host(logits[at], results.logits + row * row_bytes, pinned=False)
+                driver.copy_to_host(logits[at], results.logits + row * row_bytes)
         driver.synchronize()
         return self._tokens[: rows if results.tokens is not None else 0].copy(), logits
+
+    def _room(self, rows: int, width: int) -> np.ndarray:
+        """Pinned memory for logits of a few rows: twice as much as ever before where it does not suffice."""
+        if not rows:
+            return np.empty((0, width), np.float32)
+        if rows > len(self._logits):
+            room = 1 << (rows - 1).bit_length()
+            self._logits = self._driver.pinned_zeros(room * width).view(np.float32).reshape(room, width)
+        return self._logits[:rows]
