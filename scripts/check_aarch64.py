@@ -25,14 +25,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from check_device import MARGIN, answer, margins
 from kvq.runtime.loaded_model import load_model
 from kvq.tokenizer.tokenizer import Tokenizer
 
 PROMPTS = ("The capital of France is", "1, 2, 3, 4, 5, 6,", "Water boils at a temperature of")
-#: Two logits closer than this may change places through rounding alone.
-MARGIN = 1e-3
 #: Limits of both libraries.
 OVERRIDES = "context_window_size=256;prefill_chunk_size=32;max_batch_size=1"
 
@@ -44,16 +41,9 @@ def greedy(weights: Path, library: Path, prompts: list[int], count: int) -> list
     found = []
     for prompt in (PROMPTS[i] for i in prompts):
         start = time.perf_counter()
-        model.cache.add_sequence("greedy")
-        step, tokens, margin = tokenizer.encode(prompt), [], float("inf")
-        for _ in range(count):
-            logits = model.step([("greedy", len(step))], step)[0]
-            second, first = np.partition(logits, -2)[-2:]
-            margin = min(margin, float(first - second))
-            tokens.append(int(logits.argmax()))
-            step = [tokens[-1]]
-        model.cache.remove_sequence("greedy")
-        found.append({"tokens": tokens, "margin": margin, "seconds": time.perf_counter() - start})
+        tokens, logits = answer(model, [tokenizer.encode(prompt)], count)
+        seconds = time.perf_counter() - start
+        found.append({"tokens": tokens[0].tolist(), "margin": float(margins(logits)[0]), "seconds": seconds})
     return found
 
 
