@@ -278,6 +278,47 @@ def test_workgroup_memory(device: Any) -> None:
     np.testing.assert_array_equal(found, x.reshape(-1, THREADS)[:, ::-1].reshape(-1))
 
 
+@pytest.mark.parametrize("lanes", [2, 4])
+def test_runs_of_workgroup_memory(lanes: int, device: Any) -> None:
+    """Memory of which runs are loaded is of vectors; elements are stored and loaded one by one as well."""
+    x = numbers("float32")
+
+    def body(buffers: Any, i: Any, thread: Any) -> None:
+        values = shared((THREADS,), "float32")
+        put(values, buffers[0][i], thread)
+        sync()
+        start = T.bind((THREADS // lanes - 1 - thread // lanes) * lanes)
+        loaded = T.bind(values[run(start, lanes)])
+        put(buffers[1], T.Shuffle([loaded], [lanes - 1]), i)
+        put(buffers[2], values[(thread + 1) % THREADS], i)
+        crossing = T.bind(values[run((thread // 2) % (THREADS - lanes), lanes)])  # may lie across vectors
+        put(buffers[3], T.Shuffle([crossing], [1]), i)
+
+    _, last, following, crossing = ran(compiled(["float32"] * 4, body), [x, x * 0, x * 0, x * 0], device)
+    rows, thread = x.reshape(-1, THREADS), np.arange(THREADS)
+    start = (THREADS // lanes - 1 - thread // lanes) * lanes
+    np.testing.assert_array_equal(last.reshape(rows.shape), rows[:, start + lanes - 1])
+    np.testing.assert_array_equal(following.reshape(rows.shape), np.roll(rows, -1, axis=1))
+    np.testing.assert_array_equal(crossing.reshape(rows.shape), rows[:, thread // 2 % (THREADS - lanes) + 1])
+
+
+def test_products_and_sums(device: Any) -> None:
+    """They become one instruction, whichever side the product is on."""
+    a, b, c = (np.random.default_rng(seed).standard_normal(COUNT).astype(np.float32) for seed in range(3))
+
+    def body(buffers: Any, i: Any, _: Any) -> None:
+        x, y, z = (buffers[n][i] for n in range(3))
+        for n, value in enumerate((x * y + z, z + x * y, x * y - z, z - x * y)):
+            put(buffers[3 + n], value, i)
+
+    found = ran(compiled(["float32"] * 7, body), [a, b, c, *[a * 0] * 4], device)[3:]
+    wide, product = c.astype(np.float64), a.astype(np.float64) * b
+    for got, expected in zip(
+        found, (product + wide, wide + product, product - wide, wide - product), strict=True
+    ):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=2e-7)
+
+
 def test_subgroups(device: Any) -> None:
     """Shuffles exchange registers of a subgroup, where the target says how many lanes it has."""
     lanes = kvq_vulkan.limits(0)["subgroup"]

@@ -103,6 +103,14 @@ class Arithmetic:
             return emit(Op.I_SUB, type_id, a, emit(Op.I_MUL, type_id, quotient, b))
         raise CodegenError(f"{name} of {scalar.kind}{scalar.bits} is not supported")
 
+    def negative(self, scalar: Scalar, a: int) -> int:
+        """``-a`` of a float."""
+        return self.module.emit(Op.F_NEGATE, self.type_id(scalar), a)
+
+    def multiply_add(self, scalar: Scalar, a: int, b: int, c: int) -> int:
+        """``a * b + c`` of floats, rounded once where the device does so."""
+        return self.module.glsl(Glsl.FMA, self.type_id(scalar), a, b, c)
+
     def invert(self, scalar: Scalar, a: int) -> int:
         """``not a`` of bool, all bits turned of integers."""
         self.computes(scalar)

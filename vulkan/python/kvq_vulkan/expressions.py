@@ -1,7 +1,8 @@
 """Expressions of lowered TIR to SPIR-V.
 
-A value is a list of scalars, one a lane. SPIR-V's vectors end at four lanes and give nothing that drivers do
-not find by themselves, so a vector is its lanes.
+A value is a list of scalars, one a lane. SPIR-V's vectors end at four lanes and give nothing to arithmetic
+that drivers do not find by themselves, so a vector is its lanes, but for runs in a workgroup's memory
+(:mod:`.runs`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 from .arithmetic import BINARY, Arithmetic
 from .intrinsics import call_scalar, is_shuffle, shuffle
 from .memory import Array, View
-from .scalar import BOOL, UINT32, CodegenError, Scalar, lanes_of, scalar_of
+from .runs import divide, run_of
+from .scalar import BOOL, FLOAT32, UINT32, CodegenError, Scalar, lanes_of, scalar_of
 from .spirv import Op
 
 Value = list[int]
@@ -65,11 +67,15 @@ class Expressions:
             raise CodegenError(f"buffer {buffer.name} was not declared")
         return self.buffers[buffer]
 
-    def index_lanes(self, indices: Any) -> Value:
-        """The index of a flat buffer, of each lane."""
+    def places(self, memory: Array | View, indices: Any) -> list[list[int]]:
+        """Where the element of each lane lies: an index, or in memory of vectors two."""
         if len(indices) != 1:
             raise CodegenError("a buffer has more than one dimension")
-        return self.value(indices[0])
+        if memory.run == 1:
+            return [[index] for index in self.value(indices[0])]
+        index, lanes = indices[0], lanes_of(indices[0])
+        each = [index.base + lane * index.stride for lane in range(lanes)] if lanes > 1 else [index]
+        return [[self.scalar(part) for part in divide(lane, memory.run)] for lane in each]
 
     def _IntImm(self, expr: Any) -> Value:
         return [self.arithmetic.constant(scalar_of(expr), int(expr.value))]
@@ -86,8 +92,25 @@ class Expressions:
         if name in ("And", "Or") and lanes_of(expr) == 1 and _may_fault(expr.b):
             return self._short_circuit(name, expr)
         scalar = scalar_of(expr.a)
+        if name in ("Add", "Sub") and scalar == FLOAT32 and (fused := self._multiply_add(name, expr)):
+            return fused
         pairs = zip(self.value(expr.a), self.value(expr.b), strict=True)
         return [self.arithmetic.binary(name, scalar, a, b) for a, b in pairs]
+
+    def _multiply_add(self, name: str, expr: Any) -> Value:
+        """A product and a sum as one instruction; empty where there is no product.
+
+        Drivers may fuse the two by themselves, but some do not where infinities and NaN must be kept.
+        """
+        leads = name_of(expr.a) == "Mul"
+        product, other = (expr.a, expr.b) if leads else (expr.b, expr.a)
+        if name_of(product) != "Mul":
+            return []
+        columns = [self.value(part) for part in (product.a, product.b, other)]
+        if name == "Sub":
+            turned = 2 if leads else 0  # a * b - c, c - a * b
+            columns[turned] = [self.arithmetic.negative(FLOAT32, value) for value in columns[turned]]
+        return [self.arithmetic.multiply_add(FLOAT32, *lane) for lane in zip(*columns, strict=True)]
 
     def _short_circuit(self, name: str, expr: Any) -> Value:
         """``a and b``, ``a or b`` where ``b`` must not run when ``a`` decides."""
@@ -152,8 +175,10 @@ class Expressions:
         return self.value(expr.body)
 
     def _TensorLoad(self, expr: Any) -> Value:
-        memory = self.memory(expr.source)
-        return [memory.load(index) for index in self.index_lanes(expr.indices)]
+        memory, run = self.memory(expr.source), run_of(expr.indices)
+        if isinstance(memory, Array) and run is not None and run[1] == memory.run:
+            return memory.load_run(self.scalar(divide(*run)[0]))
+        return [memory.load(*place) for place in self.places(memory, expr.indices)]
 
     def _Call(self, expr: Any) -> Value:
         name, args = expr.op.name.split(".")[-1], list(expr.args)

@@ -8,6 +8,7 @@ from typing import Any
 from .arithmetic import Arithmetic
 from .expressions import Expressions, name_of
 from .memory import Array, StorageBuffer
+from .runs import loaded_runs
 from .scalar import FLOAT32, INT32, UINT32, CodegenError, Scalar, scalar_of
 from .spirv import Capability, ModuleBuilder, Op, StorageClass
 from .spirv.numbers import BARRIER_SEMANTICS, BuiltIn, ExecutionMode, Scope
@@ -77,6 +78,7 @@ class _Translation:
         self.threads = [1, 1, 1]
         self.shared_bytes = 0
         self.buffers: dict[Any, StorageBuffer] = {}
+        self.runs = loaded_runs(func.body)
         self.builtins: dict[BuiltIn, int] = {}
 
     def kernel(self) -> Kernel:
@@ -176,13 +178,15 @@ class _Translation:
         elif scope != "local":
             raise CodegenError(f"memory of scope {scope!r} is not supported")
         storage = StorageClass.WORKGROUP if scope == "shared" else StorageClass.FUNCTION
-        self.expressions.buffers[buffer] = Array(self.arithmetic, scalar, length, storage)
+        run = self.runs.get(buffer, 1) if scope == "shared" else 1
+        run = run if length % run == 0 else 1
+        self.expressions.buffers[buffer] = Array(self.arithmetic, scalar, length, storage, run)
 
     def _BufferStore(self, stmt: Any) -> None:
         memory = self.expressions.memory(stmt.buffer)
-        values, indices = self.value(stmt.value), self.expressions.index_lanes(stmt.indices)
-        for index, value in zip(indices, values, strict=True):
-            memory.store(index, value)
+        values, places = self.value(stmt.value), self.expressions.places(memory, stmt.indices)
+        for place, value in zip(places, values, strict=True):
+            memory.store(value, *place)
 
     def _For(self, stmt: Any) -> None:
         """``for (i = min; i < min + extent; ++i)``."""

@@ -8,33 +8,46 @@ from .spirv import Capability, Decoration, Op, StorageClass
 
 
 class Array:
-    """Memory of a thread or workgroup: an array with a length.
+    """Memory of a thread or workgroup: an array with a length, of scalars or of vectors.
 
     Attributes
     ----------
     scalar : Scalar
         What its elements are.
+    run : int
+        Elements of a vector; 1 for an array of scalars.
     """
 
-    def __init__(self, arithmetic: Arithmetic, scalar: Scalar, length: int, storage: StorageClass) -> None:
-        self._arithmetic, self.scalar, self._storage = arithmetic, scalar, storage
+    def __init__(
+        self, arithmetic: Arithmetic, scalar: Scalar, length: int, storage: StorageClass, run: int = 1
+    ) -> None:
+        self._arithmetic, self.scalar, self._storage, self.run = arithmetic, scalar, storage, run
         arithmetic.computes(scalar)
-        element = arithmetic.type_id(scalar)
-        self._variable = arithmetic.module.variable(storage, arithmetic.module.array_type(element, length))
+        module, element = arithmetic.module, arithmetic.type_id(scalar)
+        self._vector = module.vector_type(element, run) if run > 1 else element
+        self._variable = module.variable(storage, module.array_type(self._vector, length // run))
 
-    def _pointer(self, index: int) -> int:
+    def _pointer(self, type_id: int, *place: int) -> int:
         module = self._arithmetic.module
-        pointer = module.pointer_type(self._storage, self._arithmetic.type_id(self.scalar))
-        return module.emit(Op.ACCESS_CHAIN, pointer, self._variable, index)
+        return module.emit(
+            Op.ACCESS_CHAIN, module.pointer_type(self._storage, type_id), self._variable, *place
+        )
 
-    def load(self, index: int) -> int:
-        """The element at ``index``."""
-        module = self._arithmetic.module
-        return module.emit(Op.LOAD, self._arithmetic.type_id(self.scalar), self._pointer(index))
+    def load(self, *place: int) -> int:
+        """The element at an index; in an array of vectors, of a vector and in it."""
+        type_id = self._arithmetic.type_id(self.scalar)
+        return self._arithmetic.module.emit(Op.LOAD, type_id, self._pointer(type_id, *place))
 
-    def store(self, index: int, value: int) -> None:
-        """Set the element at ``index``."""
-        self._arithmetic.module.do(Op.STORE, self._pointer(index), value)
+    def load_run(self, vector: int) -> list[int]:
+        """The elements of a vector."""
+        module, type_id = self._arithmetic.module, self._arithmetic.type_id(self.scalar)
+        loaded = module.emit(Op.LOAD, self._vector, self._pointer(self._vector, vector))
+        return [module.emit(Op.COMPOSITE_EXTRACT, type_id, loaded, lane) for lane in range(self.run)]
+
+    def store(self, value: int, *place: int) -> None:
+        """Set the element at an index, as :meth:`load` takes it."""
+        type_id = self._arithmetic.type_id(self.scalar)
+        self._arithmetic.module.do(Op.STORE, self._pointer(type_id, *place), value)
 
 
 class StorageBuffer:
@@ -93,6 +106,8 @@ class View:
         What loads give and stores take.
     """
 
+    run = 1
+
     def __init__(self, arithmetic: Arithmetic, buffer: StorageBuffer, scalar: Scalar) -> None:
         self._arithmetic, self._buffer, self.scalar = arithmetic, buffer, scalar
         self._stored = Scalar("uint", 8) if scalar == BOOL else scalar
@@ -104,7 +119,7 @@ class View:
         value = arithmetic.module.emit(Op.LOAD, arithmetic.type_id(self._stored), pointer)
         return arithmetic.cast(self._stored, self.scalar, value)
 
-    def store(self, index: int, value: int) -> None:
+    def store(self, value: int, index: int) -> None:
         """Set the element at ``index``."""
         self._buffer.written = True
         arithmetic = self._arithmetic

@@ -48,6 +48,7 @@ class Op(IntEnum):
     S_CONVERT = 114
     F_CONVERT = 115
     BITCAST = 124
+    F_NEGATE = 127
     I_ADD = 128
     F_ADD = 129
     I_SUB = 130
