@@ -43,7 +43,10 @@ class CacheKernels:
 
 
 class CacheRig:
-    """One layer of a model's cache, ``layer`` of ``layout.num_layers``; ``backend`` is the CPU by default."""
+    """One layer of a model's cache, ``layer`` of ``layout.num_layers``; ``backend`` is the CPU by default.
+
+    ``decode`` is the attention of steps with a row a sequence, if not that of all steps.
+    """
 
     def __init__(
         self,
@@ -59,9 +62,10 @@ class CacheRig:
         seed: int = 0,
         variant: AttentionVariant = PLAIN,
         query_gain: float = 1.0,
+        decode: Callable[..., None] | None = None,
     ) -> None:
         self.layout, self.layer, self.threads = layout, layer, threads
-        self.variant, self.query_gain = variant, query_gain
+        self.variant, self.query_gain, self.decode = variant, query_gain, decode
         self.num_heads = group * layout.num_kv_heads
         self.kernels = self.build_kernels(backend)
         self.rng = np.random.default_rng(seed)
@@ -110,7 +114,9 @@ class CacheRig:
         self._record(requests, plan.append_slots[:n], q)
         kernels.seal(q, self.open, self.workspace, counts, plan.seal_tasks, self.layer, self.pool)
         sinks = [self.sinks] if self.variant.sinks else []
-        kernels.attend(
+        decodes = self.decode is not None and all(count == 1 for _, count in requests)
+        attend = self.decode if decodes else kernels.attend
+        attend(
             q, self.pool, self.workspace, plan.positions[:n], plan.page_table, counts, plan.attention_tasks,
             plan.merge_tasks, *sinks, self.layer, self.open, self.scratch, out,
         )  # fmt: skip

@@ -6,7 +6,8 @@ import pytest
 
 from kvq.errors import CompileError, ConfigError
 from kvq.layout import KVLayout
-from kvq.schedules.gpu.attention_tile import LANES, make_tile
+from kvq.schedules.gpu.attention_tile import make_tile
+from kvq.schedules.gpu.decode_tile import DecodeTile, decode_tile
 from kvq.schedules.gpu.limits import GpuLimits
 
 LEAST = GpuLimits(threads=256, shared_bytes=16384)
@@ -28,9 +29,21 @@ def test_every_geometry_fits_the_least_gpu():
             tile = make_tile(layout, group, LEAST)
             assert tile.shared_bytes <= LEAST.shared_bytes
             assert tile.rows >= 1 and tile.rows * group <= tile.states
-            assert tile.channels * LANES >= layout.head_dim
             # what a thread holds stays in registers
-            assert tile.tokens * tile.team_states <= 16 and tile.channels * tile.team_states <= 64
+            assert tile.tokens * tile.team_states <= 16
+
+
+def test_decode_has_a_tile_of_its_own_wherever_one_fits():
+    for layout in layouts():
+        for group in range(1, 17):
+            tile = decode_tile(layout, group, LEAST)
+            if tile is None:  # the general kernel decodes
+                assert group > 4
+                continue
+            assert tile.shared_bytes <= LEAST.shared_bytes
+            assert tile.blocks * tile.heads >= group and tile.pages * tile.blocks <= tile.crews
+            assert layout.page_size // 16 * tile.heads <= 16
+    assert decode_tile(KVLayout(1, 8, 128), 32, LEAST) == DecodeTile(KVLayout(1, 8, 128), 4, 4, 4)
 
 
 @pytest.mark.parametrize(

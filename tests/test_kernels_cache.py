@@ -92,6 +92,31 @@ def test_split_rows_equal_the_oracle(backend, case):
     assert splits == [[], [3]]
 
 
+#: Cases whose kernels of decode run on a GPU; they take long to compile, so each backend has its own.
+DECODED = {"wgsl": (0,), "msl": (3,), "vulkan": (2, 4)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [(backend, case) for backend in BACKENDS for case in DECODED.get(backend.name, ())],
+    ids=case_name,
+    indirect=["backend"],
+)
+def test_decode_equals_the_oracle(backend, case):
+    """Steps of a row a sequence: a long one that is split, and one of no sealed page."""
+    layout, group, variant = CASES[case]
+    heads = group * layout.num_kv_heads
+    decode = kernel(backend, "paged_attention_decode", layout, heads, "float32", variant)
+    rig = CacheRig(
+        layout, group, backend=backend, layer=1, num_pages=12, num_open=2, variant=variant, decode=decode
+    )
+    rig.append([("a", 5 * layout.page_size + 9), ("b", 5)])
+    for requests in ([("b", 1), ("a", 1)], [("a", 1)]):
+        out, expected = rig.append(requests)
+        assert relative_error(out, expected) < TOLERANCE
+    assert variant.window is not None or rig.plan.plan_counts[3] == 1
+
+
 def make_rows(layout: KVLayout, rng: np.random.Generator) -> np.ndarray:
     """K with offsets and outlier channels, V plain, as one row page: [H, 2, P * D]."""
     heads, page, dim = layout.num_kv_heads, layout.page_size, layout.head_dim

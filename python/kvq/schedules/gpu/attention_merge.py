@@ -1,7 +1,8 @@
 """The second launch of attention: rows that were split into several tasks.
 
-A workgroup has one row and query head. It weighs the splits by their maxima, as many at a time as it has
-threads, adds them up in order, slices of them side by side, then undoes the rotation of V.
+A workgroup has one row and query head. Its slices of 32 threads share the splits out, each with a running
+maximum of its own, a few splits at a time so that their loads overlap. Then the slices are added up in order,
+and the rotation of V is undone.
 """
 
 from __future__ import annotations
@@ -13,69 +14,88 @@ from kvq.schedules.cache_arguments import AttentionArguments
 from kvq.schedules.statements import for_threads, put, when
 
 from .attention_tile import MERGE_THREADS
-from .block import add, launch, local, reduce_lanes, shared, sync
+from .block import held, launch, local, shared, sync
 from .hadamard import rotate
+from .page_softmax import MASKED
+
+#: Threads of a slice, and splits that it takes at a time.
+_LANES, _TOGETHER = 32, 4
+_SLICES = MERGE_THREADS // _LANES
 
 
 def merge_rows(a: AttentionArguments, layout: KVLayout, num_heads: int, dtype: str) -> None:
     """Emit the launch."""
     dim = layout.head_dim
-    slices = MERGE_THREADS // dim
+    channels = -(-dim // _LANES)
 
     with launch([num_heads, T.cast(a.merges.shape[0], "int32")], MERGE_THREADS) as (head, at, thread):
-        weights, sums = shared((MERGE_THREADS,), "float32"), shared((slices * dim,), "float32")
-        lanes = shared((1, MERGE_THREADS), "float32")
-        peak, state = local((1,), "float32"), local((2,), "float32")
-        channel, part = T.bind(T.truncmod(thread, dim)), T.bind(T.truncdiv(thread, dim))
+        sums, numbers = shared((_SLICES * dim,), "float32"), shared((2, _SLICES), "float32")
+        peak, total, own = (local((n,), "float32") for n in (1, 1, channels))
+        lane, part = held(T.bitwise_and(thread, _LANES - 1)), held(T.truncdiv(thread, _LANES))
 
         def merge():
             row, slot, count = (T.bind(a.merges[at, i]) for i in range(3))
-            put(peak, a.scratch[slot, head, dim], 0)
-            with T.serial(T.truncdiv(count + (MERGE_THREADS - 1), MERGE_THREADS)) as turn:
-                index = T.bind(T.min(turn * MERGE_THREADS + thread, count - 1))
-                put(peak, T.max(peak[0], a.scratch[slot + index, head, dim]), 0)
-            put(lanes, peak[0], 0, thread)
-            reduce_lanes(T.max, lanes, 1, thread, MERGE_THREADS)
-            most = lanes[0, 0]
-            if a.sinks is not None:
-                most = T.max(most, a.sinks[head])
-            most = T.bind(most)
-            put(state, T.float32(0), 0)  # a channel's sum over the thread's slice of the splits
-            put(state, T.float32(0), 1)  # the weights of the splits of the thread
-            with T.serial(T.truncdiv(count + (MERGE_THREADS - 1), MERGE_THREADS)) as turn:
-                first = T.bind(turn * MERGE_THREADS)
-                here = T.bind(T.min(count - first, MERGE_THREADS))
 
-                def weigh():
-                    place = T.bind(slot + first + thread)
-                    weight = T.bind(T.exp(a.scratch[place, head, dim] - most))
-                    put(weights, weight, thread)
-                    put(state, state[1] + weight * a.scratch[place, head, dim + 1], 1)
+            def some(step):
+                """Add splits ``_TOGETHER * step ...`` of the slice's; those beyond the last weigh nothing."""
+                found = []
+                for i in range(_TOGETHER):
+                    index = held((step * _TOGETHER + i) * _SLICES + part)
+                    place = held(slot + T.min(index, count - 1))
+                    values = [
+                        T.bind(a.scratch[place, head, T.min(lane + k * _LANES, dim - 1)])
+                        for k in range(channels)
+                    ]
+                    most = T.Select(index < count, a.scratch[place, head, dim], T.float32(MASKED))
+                    weight = T.Select(index < count, a.scratch[place, head, dim + 1], T.float32(0))
+                    found.append((index, T.bind(most), T.bind(weight), values))
+                now = peak[0]
+                for _, most, _, _ in found:
+                    now = held(T.max(now, most), "float32")
+                fade = T.bind(T.exp(peak[0] - now))
+                put(peak, now, 0)
+                put(total, total[0] * fade, 0)
+                for k in range(channels):
+                    put(own, own[k] * fade, k)
+                for index, most, weight, values in found:
+                    factor = T.bind(T.Select(index < count, T.exp(most - now), T.float32(0)))
+                    put(total, total[0] + factor * weight, 0)
+                    for k, value in enumerate(values):
+                        put(own, own[k] + factor * value, k)
 
-                def add_splits():
-                    with T.serial(T.truncdiv(here - part + (slices - 1), slices)) as step:
-                        index = T.bind(step * slices + part)
-                        value = a.scratch[slot + first + index, head, channel]
-                        put(state, state[0] + weights[index] * value, 0)
+            put(peak, T.float32(MASKED), 0)
+            put(total, T.float32(0), 0)
+            for k in range(channels):
+                put(own, T.float32(0), k)
+            turns = T.truncdiv(count + (_SLICES * _TOGETHER - 1), _SLICES * _TOGETHER)
+            with T.serial(held(turns)) as step:
+                some(step)
+            for k in range(channels):
+                channel = held(lane + k * _LANES)
+                when(channel < dim, lambda k=k, channel=channel: put(sums, own[k], part * dim + channel))
 
-                sync()
-                when(thread < here, weigh)
-                sync()
-                when(part < slices, add_splits)
+            def tell():
+                put(numbers, peak[0], 0, part)
+                put(numbers, total[0], 1, part)
+
+            when(lane == 0, tell)
             sync()
-            put(lanes, state[1], 0, thread)
-            when(part < slices, lambda: put(sums, state[0], thread))
-            reduce_lanes(add, lanes, 1, thread, MERGE_THREADS)
-            total = lanes[0, 0]
+            most = numbers[0, 0]
+            for s in range(1, _SLICES):
+                most = held(T.max(most, numbers[0, s]), "float32")
             if a.sinks is not None:
-                total = total + T.exp(a.sinks[head] - most)
-            factor = T.bind(T.float32(1) / total)
+                most = held(T.max(most, a.sinks[head]), "float32")
+            factors = [T.bind(T.exp(numbers[0, s] - most)) for s in range(_SLICES)]
+            every = T.float32(0) if a.sinks is None else T.exp(a.sinks[head] - most)
+            for s, factor in enumerate(factors):
+                every = T.bind(every + factor * numbers[1, s])
+            scale = T.bind(T.float32(1) / every)
 
             def divide(c):
                 value = T.float32(0)
-                for s in range(slices):
-                    value = T.bind(value + sums[s * dim + c])
-                put(sums, value * factor, c)
+                for s, factor in enumerate(factors):
+                    value = T.bind(value + factor * sums[s * dim + c])
+                put(sums, value * scale, c)
 
             for_threads(dim, thread, MERGE_THREADS, divide)
             sync()

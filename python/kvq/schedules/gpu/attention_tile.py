@@ -63,18 +63,6 @@ class Tile:
         return self.layout.page_size // LANES
 
     @property
-    def raw_halves(self) -> tuple[bool, bool]:
-        """Whether keys and values of sealed pages are rows in fp16: two numbers in a word."""
-        halves = self.layout.row_dtype == "float16"
-        return halves and self.layout.k_bits is None, halves and self.layout.v_bits is None
-
-    @property
-    def channels(self) -> int:
-        """Channels of a thread in the sums; the last may be beyond the head_dim."""
-        step = 2 if self.raw_halves[1] else 1
-        return -(-self.layout.head_dim // (LANES * step)) * step
-
-    @property
     def arena_floats(self) -> int:
         """Floats of the shared memory for scores and weights, and in the end for sums."""
         return TEAMS * max(self.team_states * self.layout.page_size, self.layout.head_dim)
@@ -85,7 +73,7 @@ class Tile:
         layout, words = self.layout, self.arena_floats + self.states * (2 * LANES + 3)
         if layout.k_bits is not None:
             words += 2 * layout.head_dim + layout.k_header_bits // 8
-            words += layout.head_dim // 2 if len(layout.k_classes) > 1 else 0
+            words += layout.head_dim if len(layout.k_classes) > 1 else 0
         return 4 * words
 
 
@@ -140,11 +128,14 @@ class Team:
         self.block = held(T.truncmod(self.index, self.blocks))
         self.slice = held(T.truncdiv(self.index, self.blocks))
 
+    def first(self, first: int = 0) -> Any:
+        """The thread's first of things of which slice ``first`` has the first one."""
+        if not first:
+            return self.slice
+        return held(T.truncmod(self.slice + first * (self.slices - 1), self.slices))
+
     def for_slice(self, count: Any, body, first: int = 0) -> None:
         """Emit ``body(i)`` for the slice's share of ``count`` things; slice ``first`` has the first one."""
-        start = self.slice
-        if first:
-            start = T.truncmod(self.slice + first * (self.slices - 1), self.slices)
-        start = held(start)
+        start = self.first(first)
         with T.serial(held(T.truncdiv(count - start + (self.slices - 1), self.slices))) as step:
             body(held(step * self.slices + start))

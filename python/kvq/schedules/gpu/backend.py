@@ -25,6 +25,8 @@ from . import (
     pointwise,
     rope_table,
 )
+from .decode_attention import decode_attention
+from .decode_tile import decode_tile
 from .limits import GpuLimits
 
 
@@ -93,7 +95,10 @@ class GpuKernels:
     def paged_attention_decode(
         self, layout: KVLayout, num_heads: int, dtype: str, variant: AttentionVariant = PLAIN
     ) -> tirx.PrimFunc:
-        return self.paged_attention(layout, num_heads, dtype, variant)
+        tile = decode_tile(layout, num_heads, self.limits)
+        if tile is None:
+            return self.paged_attention(layout, num_heads, dtype, variant)
+        return decode_attention(tile, num_heads, dtype, variant)
 
     def kv_carry(self, layout: KVLayout) -> tirx.PrimFunc:
         return kv_carry.kv_carry(layout, self.limits)

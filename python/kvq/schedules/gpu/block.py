@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 
 from tvm.script import tirx as T
 
-from kvq.schedules.statements import put, when
+from kvq.schedules.statements import put, run, when
 
 #: Attributes of every kernel: arguments do not overlap, and no pass of Relax may fuse or schedule it.
 ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
@@ -80,6 +80,23 @@ def held(value, dtype: str = "int32"):
     register = local((1,), dtype)
     put(register, value, 0)
     return T.bind(register[0])
+
+
+def either(condition, body, otherwise) -> None:
+    """Emit ``body()`` under a condition, else ``otherwise()``."""
+    with T.If(condition):
+        with T.Then():
+            body()
+        with T.Else():
+            otherwise()
+
+
+def load_run(buffer, start, count: int) -> list:
+    """``count`` (1, 2 or 4) numbers side by side, by one load; ``start`` is a multiple of the count."""
+    if count == 1:
+        return [T.bind(buffer[start])]
+    loaded = T.bind(buffer[run(start, count)])
+    return [T.Shuffle([loaded], [i]) for i in range(count)]
 
 
 def add(a, b):

@@ -1,149 +1,111 @@
-"""Keys of a page: their scales in shared memory, and the scores of a tile's queries.
+"""Keys of a page: the scores of queries, and scales in shared memory for those who have many.
 
-A sealed page's channels come in the order in which they are stored. Its scales wait in that order in shared
-memory, with the channel of each pair; they are prepared a page ahead, in two steps, so that the barriers of
-the softmax serve for them too. Keys are brought to float32 in registers: one multiply-add makes a key of a
-code, and every query of the thread's block uses it.
+A sealed page's channels come in the order in which they are stored. Keys are numbers in registers: what a
+thread unpacks serves all of its queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
 from tvm.script import tirx as T
 
-from kvq.layout import BASE_BITS, CODES_PER_CHUNK, KVLayout
-from kvq.quantization.kv_codec import EXPONENT_OFFSET
-from kvq.schedules.statements import for_threads, put
+from kvq.layout import CODES_PER_CHUNK, KVLayout
+from kvq.schedules.statements import put
 
-from .attention_tile import LANES, THREADS, Team, Tile
-from .block import held, shared
-from .halves import half_of, half_to_float, halves_to_floats
+from .attention_tile import LANES, THREADS
+from .block import held, local, shared
+from .halves import halves_to_floats
+from .key_header import KeyHeader
 from .page_codes import code_number, whole_codes
-
-#: Header bits that a thread brings together.
-_GATHERED = 8
-
-
-def _count_bits(word):
-    """Number of ones of a uint32, int32."""
-    word = held(word - T.bitwise_and(T.shift_right(word, T.uint32(1)), T.uint32(0x55555555)), "uint32")
-    pairs = T.bitwise_and(T.shift_right(word, T.uint32(2)), T.uint32(0x33333333))
-    word = held(T.bitwise_and(word, T.uint32(0x33333333)) + pairs, "uint32")
-    word = held(T.bitwise_and(word + T.shift_right(word, T.uint32(4)), T.uint32(0x0F0F0F0F)), "uint32")
-    return T.cast(T.shift_right(word * T.uint32(0x01010101), T.uint32(24)), "int32")
 
 
 class KeyScales:
-    """Scales, minimums and order of a sealed page's key channels, in shared memory."""
+    """Scales, minimums and order of a sealed page's key channels, in shared memory.
+
+    They are prepared a page ahead, in two steps, so that the barriers of the softmax serve for them too.
+    """
 
     def __init__(self, layout: KVLayout, thread) -> None:
-        self.layout, self.thread, self.half = layout, thread, layout.head_dim // 2
         self.quantized = layout.k_bits is not None
-        self.mixed = len(layout.k_classes) > 1
-        if self.quantized:
-            # key = number * scale + offset, for the number of code_number
-            self.scale, self.offset = (shared((layout.head_dim,), "float32") for _ in range(2))
-            self.header = shared((layout.k_header_bits // _GATHERED,), "uint32")
-        if self.mixed:
-            self.pairs = shared((self.half,), "int32")
+        if not self.quantized:
+            return
+        self.header = KeyHeader(layout, thread, THREADS)
+        self.scale, self.offset = (shared((layout.head_dim,), "float32") for _ in range(2))
+        if self.header.mixed:
+            self.channels = shared((layout.head_dim,), "int32")
 
     def gather(self, pool, unit) -> None:
-        """First step: the header, eight bits together. A barrier must follow."""
-        if not self.quantized:
-            return
-        layout = self.layout
+        """First step: the header. A barrier must follow."""
+        if self.quantized:
+            self.header.gather(pool, unit)
 
-        def one(index):
-            if not layout.header_in_v_scales:
-                word = pool[(*unit, layout.k_header_offset + T.shift_right(index, 2))]
-                shift = T.cast(T.bitwise_and(index, 3) * _GATHERED, "uint32")
-                put(self.header, T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFF)), index)
-                return
-            token = held(T.truncmod(index * _GATHERED, layout.page_size))
-            place = held(T.cast(T.truncdiv(index * _GATHERED, layout.page_size), "uint32"), "uint32")
-            start = held(T.shift_right(token, 1) + layout.v_scale_offset)
-            found = T.uint32(0)
-            for i in range(_GATHERED // 2):
-                word = held(T.shift_right(pool[(*unit, start + i)], place), "uint32")
-                found = T.bitwise_or(found, T.shift_left(T.bitwise_and(word, T.uint32(1)), T.uint32(2 * i)))
-                upper = T.bitwise_and(T.shift_right(word, T.uint32(16)), T.uint32(1))
-                found = held(T.bitwise_or(found, T.shift_left(upper, T.uint32(2 * i + 1))), "uint32")
-            put(self.header, found, index)
-
-        for_threads(layout.k_header_bits // _GATHERED, self.thread, THREADS, one)
-
-    def prepare(self, pool, unit) -> None:
+    def prepare(self) -> None:
         """Second step: scales. Nobody may still read those of the page before; a barrier must follow."""
-        if not self.quantized:
-            return
-        layout = self.layout
-        base = T.cast(self.header[(layout.k_header_bits - BASE_BITS) // _GATHERED], "int32")
-        origin = held((base + EXPONENT_OFFSET) * 16)
 
-        def channel(c, stored, bits):
-            word = pool[(*unit, T.shift_right(c, 2) + layout.k_scale_offset)]
-            shift = T.cast(T.bitwise_and(c, 3) * 8, "uint32")
-            code = T.cast(T.bitwise_and(T.shift_right(word, shift), T.uint32(0xFF)), "int32")
-            # a code's number is 1 + code / 2**bits, so the scale grows by as much
-            scale = held(T.reinterpret("float32", T.shift_left(code + origin + bits * 16, 19)), "float32")
-            halves = pool[(*unit, T.shift_right(c, 1) + layout.k_min_offset)]
+        def keep(stored, channel, scale, offset):
             put(self.scale, scale, stored)
-            put(self.offset, half_to_float(half_of(halves, c)) - scale, stored)
+            put(self.offset, offset, stored)
+            if self.header.mixed:
+                put(self.channels, channel, stored)
 
-        def pair(p):
-            place, bits = self._place(p)
-            put(self.pairs, p, place)
-            for part in range(2):
-                channel(held(p + part * self.half), held(place * 2 + part), bits)
+        if self.quantized:
+            self.header.each_channel(keep)
 
-        if self.mixed:
-            for_threads(self.half, self.thread, THREADS, pair)
-        else:
-            for_threads(layout.head_dim, self.thread, THREADS, lambda c: channel(c, c, layout.k_bits))
+    def channel(self, stored) -> tuple[Any, Callable[[Any], Any]]:
+        """The channel that is stored there, and what makes a key of a number of its code."""
+        scale, offset = T.bind(self.scale[stored]), T.bind(self.offset[stored])
+        channel = T.bind(self.channels[stored]) if self.header.mixed else stored
+        return channel, lambda number: held(number * scale + offset, "float32")
 
-    def _bit(self, index):
-        """Bit ``index`` of the header, int32."""
-        word = self.header[T.shift_right(index, 3)]
-        shifted = T.shift_right(word, T.cast(T.bitwise_and(index, 7), "uint32"))
-        return T.cast(T.bitwise_and(shifted, T.uint32(1)), "int32")
 
-    def _place(self, p):
-        """Where pair ``p`` stands among the stored ones, and the width of its codes."""
-        layout, half = self.layout, self.half
-        wide, middle, _ = (channels // 2 for _, channels in layout.k_classes)
-        before = T.int32(0), T.int32(0)
-        for first in range(0, layout.head_dim, 32):
-            word = T.uint32(0)
-            for i in range(min(32, layout.head_dim - first) // _GATHERED):
-                piece = self.header[first // _GATHERED + i]
-                word = T.bitwise_or(word, T.shift_left(piece, T.uint32(_GATHERED * i)))
-            word = held(word, "uint32")
-            before = tuple(
-                held(count + self._ones_below(word, end - first))
-                for count, end in zip(before, (p, p + half), strict=True)
-            )
-        wider, narrower = before[0], held(before[1] - wide)
-        is_wide, is_narrow = held(self._bit(p)), held(self._bit(p + half))
-        place = T.Select(
-            is_wide == 1,
-            wider,
-            T.Select(is_narrow == 1, narrower + (wide + middle), p - wider - narrower + wide),
-        )
-        return held(place), held(is_wide - is_narrow + layout.k_bits)
+class Decoder(Protocol):
+    """Knows the channel of a place among the codes, and what makes a key of the number of a code."""
 
-    @staticmethod
-    def _ones_below(word, end):
-        """Ones of the word's first ``end`` bits; ``end`` may be negative, or more than there are."""
-        below = T.shift_left(T.uint32(1), T.cast(T.max(T.min(end, 31), 0), "uint32")) - T.uint32(1)
-        below = T.Select(end >= 32, T.uint32(0xFFFFFFFF), below)
-        return _count_bits(held(T.bitwise_and(word, below), "uint32"))
+    def channel(self, stored) -> tuple[Any, Callable[[Any], Any]]: ...
+
+
+class Slice(Protocol):
+    """A thread's part of a page: its lane of 16 for the tokens, and the channels of its team.
+
+    Of things that are shared out, slice ``first`` has the first one.
+    """
+
+    @property
+    def lane(self) -> Any: ...
+
+    @property
+    def slices(self) -> Any: ...
+
+    def first(self, first: int) -> Any: ...
+
+    def for_slice(self, count: Any, body: Callable[[Any], None], first: int = 0) -> None: ...
+
+
+class _KeyClass(NamedTuple):
+    """Channels of one width: the first, its word in the unit, chunks, and where these begin among all."""
+
+    channel: int
+    word: int
+    bits: int
+    chunks: int
+    first_chunk: int
 
 
 class KeyScores:
-    """Scores of a team's queries: ``scores[t, i]`` of token ``token(t)`` and state ``i`` of its block."""
+    """Scores of a thread's queries: ``scores[t, i]`` of token ``token(t)`` and query ``i`` of ``count``.
 
-    def __init__(self, tile: Tile, team: Team, scales: KeyScales, scores) -> None:
-        self.tile, self.team, self.layout, self.scales, self.scores = tile, team, tile.layout, scales, scores
-        self.raw_halves, _ = tile.raw_halves
+    ``query(channel)`` is a list of numbers, one a query.
+    """
+
+    def __init__(self, layout: KVLayout, team: Slice, decoder: Decoder, count: int, query) -> None:
+        self.layout, self.team, self.decoder, self.count, self.query = layout, team, decoder, count, query
+        self.tokens = layout.page_size // LANES
+        self.scores = local((self.tokens, count), "float32")
+        self.raw_halves = layout.row_dtype == "float16" and layout.k_bits is None
+        widths = [bits for bits, _ in layout.k_classes] if layout.k_bits is not None else []
+        self._words = {bits: local((bits,), "uint32") for bits in widths}
 
     def token(self, t: int):
         """The thread's ``t``-th token of a page. Rows in fp16 come two in a word."""
@@ -153,98 +115,101 @@ class KeyScores:
 
     def clear(self) -> None:
         """Start from nothing."""
-        for t in range(self.tile.tokens):
-            for i in range(self.tile.team_states):
+        for t in range(self.tokens):
+            for i in range(self.count):
                 put(self.scores, T.float32(0), t, i)
 
-    def _add(self, query, channel, keys: list) -> None:
-        """Add the products of a channel: ``query(i, channel)`` is a number of state ``i`` of the block."""
-        for i in range(self.tile.team_states):
-            factor = T.bind(query(i, channel))
+    def _add(self, channel, keys: list) -> None:
+        """Add the products of a channel."""
+        for i, factor in enumerate(self.query(channel)):
             for t, key in enumerate(keys):
                 put(self.scores, self.scores[t, i] + factor * key, t, i)
 
-    def add_rows(self, query, row) -> None:
+    def add_rows(self, row) -> None:
         """Add a row page's keys: ``row(i)`` is its ``i``-th number, float32."""
         page = self.layout.page_size
 
         def channel(c):
-            self._add(query, c, [T.bind(row(c * page + self.token(t))) for t in range(self.tile.tokens)])
+            self._add(c, [T.bind(row(c * page + self.token(t))) for t in range(self.tokens)])
 
         self.team.for_slice(self.layout.head_dim, channel)
 
-    def add_page(self, query, pool, unit) -> None:
-        """Add a sealed page's keys, whose scales are prepared."""
-        page, tokens = self.layout.page_size, self.tile.tokens
+    def add_page(self, pool, unit) -> None:
+        """Add a sealed page's keys, for which the decoder is prepared."""
+        page, tokens = self.layout.page_size, self.tokens
 
         def halves(c):
             keys = []
             for u in range(tokens // 2):
                 start = c * (page // 2) + self.team.lane
                 keys += halves_to_floats(T.bind(pool[(*unit, start + u * LANES)]))
-            self._add(query, c, keys)
+            self._add(c, keys)
 
         def floats(c):
             words = [pool[(*unit, c * page + self.token(t))] for t in range(tokens)]
-            self._add(query, c, [T.bind(T.reinterpret("float32", word)) for word in words])
+            self._add(c, [T.bind(T.reinterpret("float32", word)) for word in words])
 
-        if not self.scales.quantized:
+        if self.layout.k_bits is None:
             self.team.for_slice(self.layout.head_dim, halves if self.raw_halves else floats)
             return
-        for first_channel, first_word, bits, chunks, first_chunk in self._classes():
+        classes = self._classes()
+        for place in classes:
+            self._fetch(pool, unit, self.team.first(place.first_chunk), place)
+        for place in classes:
 
-            def chunk(number, first_channel=first_channel, first_word=first_word, bits=bits):
-                self._chunk(query, pool, unit, number, first_channel, first_word, bits)
+            def chunk(number, place=place):
+                self._chunk(pool, unit, number, place)
 
-            self.team.for_slice(chunks, chunk, first_chunk)
+            self.team.for_slice(place.chunks, chunk, place.first_chunk)
 
-    def _classes(self) -> list[tuple[int, int, int, int, int]]:
-        """Of each class of key widths: first channel, first word, width, chunks, and where these begin.
+    def _fetch(self, pool, unit, number, place: _KeyClass) -> None:
+        """Load a chunk of a class, or the last one, to be added next."""
+        start = held(T.min(number, place.chunks - 1) * (place.bits * LANES) + self.team.lane + place.word)
+        for i in range(place.bits):
+            put(self._words[place.bits], pool[(*unit, start + i * LANES)], i)
+
+    def _classes(self) -> list[_KeyClass]:
+        """The classes of key widths, in the order in which they are added.
 
         The chunks of the wide and the narrow class stand together in the row that slices take in turn: where
         both are fewer than the slices, some work on the one while others work on the other.
         """
         layout, places, channel, word, chunk = self.layout, [], 0, 0, 0
         for bits, channels in layout.k_classes:
-            places.append((channel, word, bits, channels * self.tile.tokens // CODES_PER_CHUNK))
+            places.append(_KeyClass(channel, word, bits, channels * self.tokens // CODES_PER_CHUNK, 0))
             channel, word = channel + channels, word + channels * layout.page_size * bits // 32
         classes = []
         for place in places if len(places) == 1 else (places[0], places[2], places[1]):
-            classes.append((*place, chunk))
-            chunk += place[-1]
+            classes.append(place._replace(first_chunk=chunk))
+            chunk += place.chunks
         return classes
 
-    def _chunk(self, query, pool, unit, number, first_channel: int, first_word: int, bits: int) -> None:
-        """Add the channels whose codes are one chunk a lane."""
-        tokens = self.tile.tokens
-        stored = held(number * (CODES_PER_CHUNK // tokens) + first_channel)
-        start = held(number * (bits * LANES) + self.team.lane + first_word)
+    def _chunk(self, pool, unit, number, place: _KeyClass) -> None:
+        """Add the channels whose codes are one chunk a lane: fetched before; the next one is, meanwhile."""
+        tokens, bits = self.tokens, place.bits
+        stored = held(number * (CODES_PER_CHUNK // tokens) + place.channel)
         whole = whole_codes(bits)
-
-        def words_from(at, count: int):
-            return [T.bind(pool[(*unit, at + i * LANES)]) for i in range(count)]
-
+        words = [T.bind(self._words[bits][i]) for i in range(bits)]
+        self._fetch(pool, unit, number + self.team.slices, place)
         if whole % tokens and tokens % whole:  # a channel's codes lie across words
-            self._codes(query, words_from(start, bits), stored, 0, CODES_PER_CHUNK // tokens, bits)
+            self._codes(words, stored, 0, CODES_PER_CHUNK // tokens, bits)
             return
-        # words hold channels each for themselves: a loop, for the sake of the shader's size
-        in_word, together = max(1, whole // tokens), max(1, tokens // whole)
+        # words hold channels each for themselves: a loop, for the sake of the shader's size, in which they
+        # move up in their registers
+        in_word, together, left = max(1, whole // tokens), max(1, tokens // whole), local((bits,), "uint32")
+        for i, word in enumerate(words):
+            put(left, word, i)
         with T.serial(bits // together) as w:
-            words = words_from(held(start + w * (together * LANES)), together)
-            self._codes(query, words, held(stored + w * in_word), 0, in_word, bits)
+            first = [T.bind(left[i]) for i in range(together)]
+            self._codes(first, held(stored + w * in_word), 0, in_word, bits)
+            for i in range(bits - together):
+                put(left, left[i + together], i)
         if rest := CODES_PER_CHUNK - whole * bits:
-            words = words_from(start, bits)
-            self._codes(query, words, held(stored + bits * in_word), whole * bits, rest // tokens, bits)
+            self._codes(words, held(stored + bits * in_word), whole * bits, rest // tokens, bits)
 
-    def _codes(self, query, words: list, stored, first: int, channels: int, bits: int) -> None:
+    def _codes(self, words: list, stored, first: int, channels: int, bits: int) -> None:
         """Add channels that stand from ``stored`` on, from code ``first`` of these words on."""
-        tokens, scales = self.tile.tokens, self.scales
         for i in range(channels):
-            at = held(stored + i)
-            channel = at
-            if scales.mixed:
-                second = T.bitwise_and(at, 1) * scales.half
-                channel = held(scales.pairs[T.shift_right(at, 1)] + second)
-            scale, offset = T.bind(scales.scale[at]), T.bind(scales.offset[at])
-            numbers = [code_number(words, first + i * tokens + t, bits) for t in range(tokens)]
-            self._add(query, channel, [held(x * scale + offset, "float32") for x in numbers])
+            channel, key = self.decoder.channel(held(stored + i))
+            codes = range(first + i * self.tokens, first + (i + 1) * self.tokens)
+            self._add(channel, [key(code_number(words, code, bits)) for code in codes])

@@ -82,14 +82,12 @@ class PageSoftmax:
 
     def load_scales(self, pool, unit) -> None:
         """The values' scales of the thread's tokens, for the numbers of :class:`.page_values.ValueSums`."""
-        bits = self.layout.v_bits
-        if bits is None:
+        if self.layout.v_bits is None:
             return
         for t in range(self.tile.tokens):
             token = self.keys.token(t)
             word = pool[(*unit, T.shift_right(token, 1) + self.layout.v_scale_offset)]
-            scale = half_to_float(half_of(word, token)) * T.float32(2.0**bits)
-            put(self.value_scale, scale, t)
+            put(self.value_scale, half_to_float(half_of(word, token)), t)
 
     def unit_scales(self) -> None:
         """Scales of values that are not quantized."""
@@ -121,7 +119,7 @@ class PageSoftmax:
             for t in range(tile.tokens):
                 token, score = self.keys.token(t), T.bind(self.scores[t])
                 if self.variant.softcap is not None:
-                    score = _capped(score, self.variant.softcap)
+                    score = capped(score, self.variant.softcap)
                 visible = token < stop if begin is None else T.And(token >= begin, token < stop)
                 score = held(T.Select(visible, score, T.float32(MASKED)), "float32")
                 put(arena, score, state * page + token)
@@ -163,7 +161,7 @@ class PageSoftmax:
         self.each(one)
 
 
-def _capped(score, cap: float):
+def capped(score, cap: float):
     """``cap * tanh(score / cap)``, by the magnitude, so that nothing overflows."""
     negative = score < T.float32(0)
     magnitude = T.Select(negative, T.float32(0) - score, score)

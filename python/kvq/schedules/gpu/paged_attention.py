@@ -8,8 +8,6 @@ split leaves its results in ``attention_scratch``; a second launch merges them (
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -22,16 +20,15 @@ from kvq.schedules.cache_arguments import SCRATCH_EXTRA, AttentionArguments, att
 from kvq.schedules.statements import for_threads, put, when
 
 from .attention_merge import merge_rows
+from .attention_task import SPLIT_PAGES, each_own, own_end, read_task
 from .attention_tile import LANES, TEAMS, THREADS, Team, Tile, make_tile
-from .block import ATTRIBUTES, held, launch, local, sync
+from .block import ATTRIBUTES, either, held, launch, local, sync
 from .hadamard import rotate
 from .limits import GpuLimits
 from .page_keys import KeyScales, KeyScores
 from .page_softmax import PageSoftmax, Shared, softmax_memory
 from .page_values import ValueSums
 
-#: Key pages of a split.
-SPLIT_PAGES = 4
 #: Partial results of split rows that the scratch holds.
 SCRATCH_SLOTS = 1024
 
@@ -48,62 +45,38 @@ def attention_shape(layout: KVLayout, num_heads: int, limits: GpuLimits) -> Atte
     return AttentionShape(SPLIT_PAGES, tile.rows, SCRATCH_SLOTS, SCRATCH_EXTRA)
 
 
-class _Task(NamedTuple):
-    """A task: its rows, where page 0 is in the table, its pages (with its own or without), its slot."""
-
-    first_row: Any
-    num_rows: Any
-    table: Any
-    row_page: Any
-    begin: Any
-    own_page: Any
-    sealed_end: Any
-    end: Any
-    slot: Any
-
-
 class _Kernel:
     """The statements of the kernel, with its static geometry and its shared memory at hand."""
 
     def __init__(self, a: AttentionArguments, tile: Tile, dtype: str, variant: AttentionVariant) -> None:
         self.a, self.tile, self.layout, self.dtype, self.variant = a, tile, tile.layout, dtype, variant
-        self.page_shift = self.layout.page_size.bit_length() - 1
-
-    def read_task(self, at) -> _Task:
-        a, tasks = self.a, self.a.tasks
-        first_row = T.bind(tasks[at, 0])
-        position = T.bind(a.positions[first_row])
-        own_page = T.bind(T.shift_right(position, self.page_shift))
-        begin, end = tasks[at, 4] * SPLIT_PAGES, T.bind(tasks[at, 5] * SPLIT_PAGES)
-        if self.variant.window is not None:
-            seen = T.max(position - (self.variant.window - 1), 0)
-            begin = T.max(begin, T.shift_right(seen, self.page_shift))
-        return _Task(
-            first_row,
-            T.bind(tasks[at, 1] - first_row),
-            T.bind(tasks[at, 2]),
-            T.bind(tasks[at, 3]),
-            T.bind(begin),
-            own_page,
-            T.bind(T.min(end, own_page)),
-            T.bind(T.min(end, own_page + 1)),
-            T.bind(tasks[at, 6]),
-        )
 
     def run(self, at, head, thread, memory: Shared, scales: KeyScales) -> None:
         """One task of one KV head."""
-        a, page, tile, task = self.a, self.layout.page_size, self.tile, self.read_task(at)
+        a, page, tile, task = (
+            self.a,
+            self.layout.page_size,
+            self.tile,
+            read_task(self.a, self.layout, self.variant, at),
+        )
         self.task, self.head, self.thread, self.memory = task, head, thread, memory
         self.team = Team(tile, task.num_rows * tile.group, thread)
-        keys = KeyScores(tile, self.team, scales, local((tile.tokens, tile.team_states), "float32"))
-        values = ValueSums(tile, self.team, memory.arena)
+        states = [held(self.team.block * tile.team_states + i) for i in range(tile.team_states)]
+        queries = [self.query_place(state) for state in states]
+
+        def query(channel):
+            return [T.bind(a.q[(*place, channel)]) for place in queries]
+
+        def weights(token):
+            return [T.bind(memory.arena[state * page + token]) for state in states]
+
+        keys = KeyScores(self.layout, self.team, scales, tile.team_states, query)
+        values = ValueSums(
+            self.layout, self.team.lane, LANES, tile.team_states, weights, self.team.slice, self.team.slices
+        )
         softmax = PageSoftmax(tile, self.team, self.variant, keys, memory)
         softmax.clear()
-        values.each(lambda i, k: put(values.sums, T.float32(0), i, k))
-        queries = [self.query_place(values.first_state + i) for i in range(tile.team_states)]
-
-        def query(i, channel):
-            return a.q[(*queries[i], channel)]
+        values.clear()
 
         def unit(index):
             return T.bind(a.table[task.table + index]), a.layer, head
@@ -118,12 +91,12 @@ class _Kernel:
 
             def read_sealed():
                 where = unit(index)
-                keys.add_page(query, a.pool, where)
+                keys.add_page(a.pool, where)
                 softmax.load_scales(a.pool, where)
                 when(more, lambda: scales.gather(a.pool, unit(following)))
 
             def read_own():
-                self.each_own(lambda row: keys.add_rows(query, lambda i: row(0, i)))
+                each_own(a, task, head, lambda row: keys.add_rows(lambda i: row(0, i)))
 
             def hidden(state):
                 return self.position(state) - (self.variant.window - 1) - index * page
@@ -132,27 +105,26 @@ class _Kernel:
                 return T.Select(sealed, page, offset(state) + 1)
 
             def add_own():
-                last = a.positions[task.first_row + task.num_rows - 1]
-                end = held(T.bitwise_and(last, page - 1) + 1)
-                self.each_own(lambda row: values.add_rows(lambda i: row(1, i), end))
+                end = own_end(a, self.layout, task)
+                each_own(a, task, head, lambda row: values.add_rows(lambda i: row(1, i), end))
 
             keys.clear()
             softmax.unit_scales()
-            _either(sealed, read_sealed, read_own)
+            either(sealed, read_sealed, read_own)
             softmax.offer(hidden if self.variant.window is not None else None, seen)
             sync()
-            when(more, lambda: scales.prepare(a.pool, unit(following)))
+            when(more, scales.prepare)
             softmax.weigh(T.bitwise_and(index, 1))
             sync()
-            values.fade(memory.factors)
-            _either(sealed, lambda: values.add_page(a.pool, unit(index)), add_own)
+            values.fade([T.bind(memory.factors[state]) for state in states])
+            either(sealed, lambda: values.add_page(a.pool, unit(index)), add_own)
             sync()
 
         def prepare_first():
             first = unit(task.begin)
             scales.gather(a.pool, first)
             sync()
-            scales.prepare(a.pool, first)
+            scales.prepare()
 
         if scales.quantized:
             when(task.begin < task.sealed_end, prepare_first)
@@ -170,20 +142,6 @@ class _Kernel:
     def position(self, state):
         """Position of the row of a state."""
         return self.a.positions[self.query_place(state)[0]]
-
-    def each_own(self, body) -> None:
-        """Emit ``body(row)`` for the own page, ``row(part, i)`` a number of it, wherever it stands."""
-        a, own = self.a, self.task.row_page
-        num_open = T.cast(a.num_open, "int32")
-
-        def number(rows, where):
-            return lambda part, i: T.cast(rows[(*where, part, i)], "float32")
-
-        _either(
-            own < num_open,
-            lambda: body(number(a.kv_open, (own, a.layer, self.head))),
-            lambda: body(number(a.workspace, (own - num_open, self.head))),
-        )
 
     def finish(self, values: ValueSums) -> None:
         """Write the rows of a task: divided by their sums, the rotation of V undone.
@@ -216,7 +174,7 @@ class _Kernel:
                 put(a.scratch, total, task.slot, head, dim + 1)
                 put(memory.factors, T.float32(1), state)
 
-            _either(whole, divide, keep)
+            either(whole, divide, keep)
 
         def lot(turn):
             """Each team's state number ``turn``: slices added up, then rows of the arena."""
@@ -243,7 +201,7 @@ class _Kernel:
             def write(index, state):
                 row, head = self.query_place(state)
                 channel, value = held(T.truncmod(index, dim)), T.bind(memory.arena[index])
-                _either(
+                either(
                     whole,
                     lambda: put(a.out, T.cast(value, self.dtype), row, head, channel),
                     lambda: put(a.scratch, value, task.slot, head, channel),
@@ -263,15 +221,6 @@ class _Kernel:
         sync()
         with T.serial(tile.team_states) as turn:
             lot(turn)
-
-
-def _either(condition, body, otherwise) -> None:
-    """Emit ``body()`` under a condition, else ``otherwise()``."""
-    with T.If(condition):
-        with T.Then():
-            body()
-        with T.Else():
-            otherwise()
 
 
 def paged_attention(
