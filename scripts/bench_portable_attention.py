@@ -10,30 +10,26 @@ line of JSON for each cache; what a kernel computes is compared with float32 ove
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
+from tvm import tirx
 
 from kvq.bench.attention import Geometry, parse_shapes
 from kvq.bench.attention_case import AttentionCase
-from kvq.bench.attention_kernels import ENTRY
 from kvq.layout import KVLayout
 from kvq.quantization.scheme import KVQuantization
 from kvq.runtime.decode_plan import DecodeDevice
 from kvq.runtime.device import Device
+from portable_bench import LAUNCHES, ROTATION_BYTES, entry_of, main, seconds_of
 
 SCHEMES = {name: KVQuantization.parse(name) for name in ("int4", "none")}
 HEADS, HEAD_DIM = Geometry().num_heads, Geometry().head_dim
 #: Key pages of a split, as the portable kernels cut rows.
 SPLIT_PAGES = 4
-#: Caches to rotate over: more than a GPU's L2 holds.
-ROTATION_BYTES = 256 << 20
-LAUNCHES, REPLAYS = 48, 7
 
 
 def layout_of(scheme: KVQuantization) -> KVLayout:
@@ -44,17 +40,10 @@ def layout_of(scheme: KVQuantization) -> KVLayout:
     )
 
 
-def compile_kernels(directory: Path, device: str) -> None:
-    """Compile the kernels of all schemes."""
-    from kvq.compiler.gpu_target import gpu_target
-
-    target = gpu_target(device)
-    directory.mkdir(parents=True, exist_ok=True)
+def kernels(backend: Any) -> Iterator[tuple[str, tirx.PrimFunc]]:
+    """The kernels of all schemes."""
     for name, scheme in SCHEMES.items():
-        func = target.kernels.paged_attention_decode(layout_of(scheme), HEADS, "float32")
-        module = tvm.IRModule({ENTRY: func.with_attr("global_symbol", ENTRY)})
-        built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
-        built.export_library(str(directory / f"{name}.so"))
+        yield name, backend.paged_attention_decode(layout_of(scheme), HEADS, "float32")
 
 
 class PortableCase(AttentionCase):
@@ -89,35 +78,9 @@ class PortableCase(AttentionCase):
         self.counts = np.array([0, 0, len(tasks), len(merges)], np.int32)
 
 
-def seconds_of(work: Any, device: Device) -> float:
-    """Median time of a round of work, with the wait for its end."""
-    work()
-    device.synchronize()
-    times = []
-    for _ in range(REPLAYS):
-        started = time.perf_counter()
-        work()
-        device.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
-
-
-def copy_rate(device: Device) -> float:
-    """Bytes a second, read and written, of copies within the device's memory."""
-    words = min(1 << 28, int(device.handle.total_global_memory) // 64)
-    source, target = (tvm.runtime.empty((words,), "uint32", device.handle) for _ in range(2))
-    rounds = 8
-
-    def work() -> None:
-        for _ in range(rounds):
-            source.copyto(target)
-
-    return rounds * 8 * words / seconds_of(work, device)
-
-
-def measure(directory: Path, name: str, lengths: list[int], device: Device) -> dict[str, Any]:
+def measured(directory: Path, name: str, lengths: list[int], device: Device) -> dict[str, Any]:
     """Time and error of a kernel on sequences of these lengths."""
-    function = tvm.runtime.load_module(str(directory / f"{name}.so"))[ENTRY]
+    function = entry_of(directory / f"{name}.so")
     case = PortableCase(layout_of(SCHEMES[name]), lengths)
 
     def tensor(array: np.ndarray) -> Any:
@@ -138,32 +101,16 @@ def measure(directory: Path, name: str, lengths: list[int], device: Device) -> d
     launch(0)
     error = case.error(out.numpy(), samples=8)
     seconds = seconds_of(lambda: [launch(n % copies) for n in range(LAUNCHES)], device) / LAUNCHES
-    return {"kv": name, "us": 1e6 * seconds, "cache_bytes": case.cache_bytes, "error": error}
+    rate = case.cache_bytes / seconds / 1e12
+    return {"kv": name, "us": 1e6 * seconds, "tb_per_s": rate, "error": error}
 
 
-def main() -> None:
-    """Compile, or run and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["compile", "run"])
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--device", default="vulkan", help="default: %(default)s")
-    parser.add_argument("--shape", default="1x32768", help="as kvq bench attention takes it")
-    parser.add_argument("--kv", default="int4,none", help="default: %(default)s")
-    args = parser.parse_args()
-    if args.what == "compile":
-        compile_kernels(args.directory, args.device)
-        return
-    device = Device.open(args.device)
-    rate = copy_rate(device)
+def measure(args: argparse.Namespace, device: Device) -> Iterator[dict[str, Any]]:
+    """All shapes and schemes."""
     for shape in parse_shapes(args.shape):
         for name in args.kv.split(","):
-            row = measure(args.directory, name, shape.lengths(64), device)
-            row |= {"shape": str(shape), "copy_tb_per_s": rate / 1e12}
-            row["of_copy"] = row["cache_bytes"] / row["us"] * 1e6 / rate
-            print(json.dumps(row), flush=True)
+            yield {"shape": str(shape), **measured(args.directory, name, shape.lengths(64), device)}
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", {"shape": "1x32768", "kv": "int4,none"}, kernels, measure)

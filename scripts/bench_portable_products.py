@@ -10,43 +10,36 @@ JSON for each matrix and number of rows; what a kernel computes is compared with
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
+from tvm import tirx
 
-from bench_portable_attention import LAUNCHES, ROTATION_BYTES, copy_rate, seconds_of
-from kvq.bench.attention_kernels import ENTRY
 from kvq.quantization.storage import PackedRows, pack_codes
 from kvq.runtime.device import Device
+from portable_bench import LAUNCHES, ROTATION_BYTES, entry_of, main, seconds_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 STORAGE = "int4"
 
 
-def library_of(directory: Path, n: int, k: int) -> str:
-    """Path of a product's library."""
-    return str(directory / f"{STORAGE}_{n}x{k}.so")
+def name_of(n: int, k: int) -> str:
+    """What a product's library is called."""
+    return f"{STORAGE}_{n}x{k}"
 
 
-def compile_kernels(directory: Path, device: str) -> None:
-    """Compile the product with each matrix."""
-    from kvq.compiler.gpu_target import gpu_target
-
-    target = gpu_target(device)
-    directory.mkdir(parents=True, exist_ok=True)
+def kernels(backend: Any) -> Iterator[tuple[str, tirx.PrimFunc]]:
+    """The product with each matrix."""
     for n, k in SHAPES:
-        func = target.kernels.linear(n, k, STORAGE)
-        module = tvm.IRModule({ENTRY: func.with_attr("global_symbol", ENTRY)})
-        built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
-        built.export_library(library_of(directory, n, k))
+        yield name_of(n, k), backend.linear(n, k, STORAGE)
 
 
-def measure(directory: Path, n: int, k: int, rows: list[int], device: Device) -> list[dict[str, Any]]:
+def measured(directory: Path, n: int, k: int, rows: list[int], device: Device) -> Iterator[dict[str, Any]]:
     """Times and errors of a matrix's product with each number of rows."""
-    function = tvm.runtime.load_module(library_of(directory, n, k))[ENTRY]
+    function = entry_of(directory / f"{name_of(n, k)}.so")
     rng = np.random.default_rng(0)
     scale = rng.uniform(0.5, 1.5, (n, k // 32)).astype(np.float16)
     stored = PackedRows(STORAGE, rng.integers(0, 16, (n, k), dtype=np.uint8), scale)
@@ -57,7 +50,6 @@ def measure(directory: Path, n: int, k: int, rows: list[int], device: Device) ->
 
     copies = max(1, -(-ROTATION_BYTES // weight_bytes))
     weights = [(tensor(pack_codes(stored.codes, 4)), tensor(scale)) for _ in range(copies)]
-    found = []
     for count in rows:
         inputs = rng.standard_normal((count, k)).astype(np.float32)
         x, out = tensor(inputs), tensor(np.full((count, n), np.nan, np.float32))
@@ -72,33 +64,16 @@ def measure(directory: Path, n: int, k: int, rows: list[int], device: Device) ->
                 function(x, *weights[i % copies], out)
 
         seconds = seconds_of(work, device) / LAUNCHES
-        found.append({"n": n, "k": k, "rows": count, "us": 1e6 * seconds, "error": float(error)})
-        found[-1] |= {
-            "tflops": 2e-12 * count * n * k / seconds,
-            "weight_tb_per_s": weight_bytes / seconds / 1e12,
-        }
-    return found
+        rates = {"tflops": 2e-12 * count * n * k / seconds, "tb_per_s": weight_bytes / seconds / 1e12}
+        yield {"n": n, "k": k, "rows": count, "us": 1e6 * seconds, "error": float(error), **rates}
 
 
-def main() -> None:
-    """Compile, or run and report."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("what", choices=["compile", "run"])
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--device", default="vulkan", help="default: %(default)s")
-    parser.add_argument("--rows", default="1,4,16,64,512", help="default: %(default)s")
-    args = parser.parse_args()
-    if args.what == "compile":
-        compile_kernels(args.directory, args.device)
-        return
-    device, rows = Device.open(args.device), [int(count) for count in args.rows.split(",")]
-    rate = copy_rate(device) / 1e12
+def measure(args: argparse.Namespace, device: Device) -> Iterator[dict[str, Any]]:
+    """All matrices and numbers of rows."""
+    rows = [int(count) for count in args.rows.split(",")]
     for n, k in SHAPES:
-        for row in measure(args.directory, n, k, rows, device):
-            print(json.dumps({**row, "of_copy": row["weight_tb_per_s"] / rate}), flush=True)
+        yield from measured(args.directory, n, k, rows, device)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__ or "", {"rows": "1,4,16,64,512"}, kernels, measure)

@@ -1,0 +1,97 @@
+"""What the benches of portable kernels share: compile without a GPU, run without a compiler."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from kvq.bench.attention_kernels import ENTRY
+from kvq.runtime.device import Device
+
+#: Bytes of data to rotate over: more than a GPU's L2 holds.
+ROTATION_BYTES = 256 << 20
+LAUNCHES, REPLAYS = 48, 7
+#: Seconds of work before anything is measured: an idle GPU's clock is low.
+_WARM_SECONDS = 0.5
+
+
+def seconds_of(work: Callable[[], object], device: Device) -> float:
+    """Median time of a round of work, with the wait for its end, on a GPU that was busy before."""
+    times: list[float] = []
+    begun = time.perf_counter()
+    while len(times) < REPLAYS or time.perf_counter() - begun < _WARM_SECONDS:
+        started = time.perf_counter()
+        work()
+        device.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[-REPLAYS:])
+
+
+def copy_rate(device: Device) -> float:
+    """Bytes a second, read and written, of the driver's copies within the device's memory."""
+    words = min(1 << 28, int(device.handle.total_global_memory) // 64)
+    source, target = (tvm.runtime.empty((words,), "uint32", device.handle) for _ in range(2))
+    rounds = 8
+
+    def work() -> None:
+        for _ in range(rounds):
+            source.copyto(target)
+
+    return rounds * 8 * words / seconds_of(work, device)
+
+
+def entry_of(library: Path) -> Any:
+    """The kernel of a library that :func:`main` wrote."""
+    return tvm.runtime.load_module(str(library))[ENTRY]
+
+
+def main(
+    description: str,
+    options: dict[str, str],
+    kernels: Callable[[Any], Iterator[tuple[str, tirx.PrimFunc]]],
+    measure: Callable[[argparse.Namespace, Device], Iterator[dict[str, Any]]],
+) -> None:
+    """Compile, or run and print a line of JSON for each result.
+
+    Parameters
+    ----------
+    description : str
+    options : dict
+        Defaults of the command's own options.
+    kernels : callable
+        ``kernels(backend)``: name of a library and its kernel.
+    measure : callable
+        ``measure(args, device)``: results of the libraries in ``args.directory``.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["compile", "run"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--device", default="vulkan", help="default: %(default)s")
+    for name, default in options.items():
+        parser.add_argument(f"--{name}", default=default, help="default: %(default)s")
+    args = parser.parse_args()
+    if args.what == "run":
+        device = Device.open(args.device)
+        rate = copy_rate(device) / 1e12
+        for row in measure(args, device):
+            row |= {"copy_tb_per_s": rate, "of_copy": row["tb_per_s"] / rate}
+            print(json.dumps(row), flush=True)
+        return
+    from kvq.compiler.gpu_target import gpu_target
+
+    target = gpu_target(args.device)
+    args.directory.mkdir(parents=True, exist_ok=True)
+    for name, func in kernels(target.kernels):
+        module = tvm.IRModule({ENTRY: func.with_attr("global_symbol", ENTRY)})
+        built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
+        built.export_library(str(args.directory / f"{name}.so"))
