@@ -1,6 +1,8 @@
 """The arguments of the cache's kernels: one declaration for all backends.
 
-The functions declare them inside an ``IRBuilder``'s ``prim_func``.
+The functions declare them inside an ``IRBuilder``'s ``prim_func``. ``rows`` is the dtype of how many rows,
+tasks and workspace pages a step has: with int32 the indices of what they count take no 64 bits, which some
+GPUs are slow with. Pages that stay are counted in int64, since a cache may have more than 2**31 elements.
 """
 
 from __future__ import annotations
@@ -19,12 +21,16 @@ TASK_FIELDS = 7
 SCRATCH_EXTRA = 8
 
 
-def _size(name: str):
-    return IRBuilder.name(name, T.int64())
+def _size(name: str, dtype: str = "int64"):
+    return IRBuilder.name(name, getattr(T, dtype)())
 
 
 def _buffer(name: str, shape, dtype: str):
     return builder.arg(name, T.Buffer(shape, dtype))
+
+
+def _workspace(layout: KVLayout, rows: str):
+    return _buffer("kv_workspace", layout.workspace_shape(_size("num_workspace", rows)), layout.row_dtype)
 
 
 class AppendArguments(NamedTuple):
@@ -42,12 +48,14 @@ class AppendArguments(NamedTuple):
     num_open: Any
 
 
-def append_arguments(layout: KVLayout, num_heads: int, rotary_dim: int, dtype: str) -> AppendArguments:
+def append_arguments(
+    layout: KVLayout, num_heads: int, rotary_dim: int, dtype: str, rows: str = "int64"
+) -> AppendArguments:
     """Declare qkv ``dtype[n, Hq + 2 H, D]``, rope ``float32[n, rotary_dim]``, append_slots ``int32[n]``,
     layer, kv_open, kv_workspace and kv_faults (written in place), and q ``float32[n, Hq, D]``.
     """
     dim, heads = layout.head_dim, num_heads + 2 * layout.num_kv_heads
-    n, num_open = _size("n"), _size("num_open")
+    n, num_open = _size("n", rows), _size("num_open")
     return AppendArguments(
         qkv=_buffer("qkv", (n, heads, dim), dtype),
         # a table is passed even where no position is encoded
@@ -55,8 +63,8 @@ def append_arguments(layout: KVLayout, num_heads: int, rotary_dim: int, dtype: s
         slots=_buffer("slots", (n,), "int32"),
         layer=builder.arg("layer", T.int64()),
         kv_open=_buffer("kv_open", layout.open_shape(num_open), layout.row_dtype),
-        workspace=_buffer("kv_workspace", layout.workspace_shape(_size("num_workspace")), layout.row_dtype),
-        faults=_buffer("faults", (_size("fault_rows"), 2), "int32"),
+        workspace=_workspace(layout, rows),
+        faults=_buffer("faults", (_size("fault_rows", rows), 2), "int32"),
         q=_buffer("q", (n, num_heads, dim), "float32"),
         n=n,
         num_open=num_open,
@@ -77,15 +85,15 @@ class SealArguments(NamedTuple):
     num_tasks: Any
 
 
-def seal_arguments(layout: KVLayout, num_heads: int) -> SealArguments:
+def seal_arguments(layout: KVLayout, num_heads: int, rows: str = "int64") -> SealArguments:
     """Declare q ``float32[n, Hq, D]``, kv_open, kv_workspace, plan_counts, seal_tasks ``int32[., 3]``
     (row page, pool page, row of the last token), layer, and kv_pool (written in place).
     """
-    num_open, num_tasks = _size("num_open"), _size("num_tasks")
+    num_open, num_tasks = _size("num_open"), _size("num_tasks", rows)
     return SealArguments(
-        q=_buffer("q", (_size("n"), num_heads, layout.head_dim), "float32"),
+        q=_buffer("q", (_size("n", rows), num_heads, layout.head_dim), "float32"),
         kv_open=_buffer("kv_open", layout.open_shape(num_open), layout.row_dtype),
-        workspace=_buffer("kv_workspace", layout.workspace_shape(_size("num_workspace")), layout.row_dtype),
+        workspace=_workspace(layout, rows),
         counts=_buffer("counts", (4,), "int32"),
         tasks=_buffer("tasks", (num_tasks, 3), "int32"),
         layer=builder.arg("layer", T.int64()),
@@ -106,13 +114,13 @@ class CarryArguments(NamedTuple):
     num_tasks: Any
 
 
-def carry_arguments(layout: KVLayout) -> CarryArguments:
+def carry_arguments(layout: KVLayout, rows: str = "int64") -> CarryArguments:
     """Declare kv_workspace, plan_counts, carry_tasks ``int32[., 2]`` (page of the workspace, counted from 0;
     open page), layer, and kv_open (written in place).
     """
-    num_tasks = _size("num_tasks")
+    num_tasks = _size("num_tasks", rows)
     return CarryArguments(
-        workspace=_buffer("kv_workspace", layout.workspace_shape(_size("num_workspace")), layout.row_dtype),
+        workspace=_workspace(layout, rows),
         counts=_buffer("counts", (4,), "int32"),
         tasks=_buffer("tasks", (num_tasks, 2), "int32"),
         layer=builder.arg("layer", T.int64()),
@@ -150,11 +158,10 @@ def attention_arguments(
     """
     dim = layout.head_dim
     n, num_open, num_tasks = _size("n"), _size("num_open"), _size("num_tasks")
-    workspace = layout.workspace_shape(_size("num_workspace"))
     return AttentionArguments(
         q=_buffer("q", (n, num_heads, dim), "float32"),
         pool=_buffer("pool", layout.pool_shape(_size("num_pages")), "uint32"),
-        workspace=_buffer("kv_workspace", workspace, layout.row_dtype),
+        workspace=_workspace(layout, "int64"),
         positions=_buffer("positions", (n,), "int32"),
         table=_buffer("table", (_size("table_size"),), "int32"),
         counts=_buffer("counts", (4,), "int32"),

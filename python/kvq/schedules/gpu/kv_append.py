@@ -87,7 +87,7 @@ def kv_append(
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        a = append_arguments(layout, num_heads, rotary_dim, dtype)
+        a = append_arguments(layout, num_heads, rotary_dim, dtype, "int32")
         num_open = T.cast(a.num_open, "int32")
         with launch([1 + query_groups, T.cast(a.n, "int32")], threads) as (part_of_row, row, thread):
             line = _Row(layout, rotary_dim, threads, thread, (row, a.qkv, a.rope))

@@ -27,7 +27,7 @@ def kv_carry(layout: KVLayout, limits: GpuLimits) -> tirx.PrimFunc:
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        a = carry_arguments(layout)
+        a = carry_arguments(layout, "int32")
         blocks = [2 * layout.num_kv_heads, T.cast(a.num_tasks, "int32")]
         with launch(blocks, threads) as (unit, task, thread):
             head, part = T.bind(T.shift_right(unit, 1)), T.bind(T.bitwise_and(unit, 1))

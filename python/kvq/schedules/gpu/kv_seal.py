@@ -274,7 +274,7 @@ def kv_seal(layout: KVLayout, num_heads: int, limits: GpuLimits) -> tirx.PrimFun
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        a = seal_arguments(layout, num_heads)
+        a = seal_arguments(layout, num_heads, "int32")
         with launch([layout.num_kv_heads, T.cast(a.num_tasks, "int32")], threads) as (head, task, thread):
             page = _Page(layout, num_heads // layout.num_kv_heads, a, threads, thread)
             when(task < a.counts[0], lambda: page.seal(task, head))
