@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -35,7 +35,8 @@ class Emulated:
         )
         found = re.search(r"__launch_bounds__\((\d+)", source)
         assert found is not None
-        self.program = build(source, Path(mkdtemp(prefix="kvq-emulated-")), shared_bytes, int(found[1]))
+        self._directory = TemporaryDirectory(prefix="kvq-emulated-")  # as long as the kernel
+        self.program = build(source, Path(self._directory.name), shared_bytes, int(found[1]))
         self.names, self.blocks = names, blocks
 
     def __call__(self, *values) -> None:
