@@ -323,6 +323,6 @@ def test_a_library_of_another_cache_scheme_is_refused(pair: Path) -> None:
     )
     refused(
         LibraryError,
-        "was compiled for activations in float32, not bfloat16",
+        "was compiled for activations in (int8|float32), not bfloat16",
         lambda: Engine(pair, model_lib=pair / "lib.so", activations="bfloat16"),
     )
