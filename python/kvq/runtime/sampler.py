@@ -235,8 +235,10 @@ class Sampler:
 
 
 def _with_logprobs(token: int, logits: np.ndarray, count: int) -> SampledToken:
-    top = logits.max()
-    total = float(top) + float(np.log(np.exp(logits - top).sum(dtype=np.float64)))
+    top, weights = logits.max(), _scratch.take(len(logits)).weights
+    np.subtract(logits, top, out=weights)
+    np.exp(weights, out=weights)
+    total = float(top) + float(np.log(weights.sum(dtype=np.float64)))
     likeliest = _likeliest(logits, min(count, len(logits)))
     return SampledToken(
         token, float(logits[token]) - total, tuple((int(i), float(logits[i]) - total) for i in likeliest)
