@@ -92,14 +92,31 @@ def test_graphs_go_before_their_memory_may() -> None:
 
 
 def test_what_the_driver_refuses_to_record_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    driver, worked = FakeDriver(), []
+    driver, worked, refused = FakeDriver(), [], []
     graphs = StepGraphs(driver)  # type: ignore[arg-type]
 
     def refuse(_work: Callable[[], None]) -> int:
+        refused.append(None)
         raise LibraryError("cuStreamEndCapture failed")
 
     driver.capture = refuse  # type: ignore[method-assign]
-    for turn in range(4):
+    for turn in range(6):
         assert graphs.run("a", lambda turn=turn: worked.append(turn) or turn) == turn
-    assert worked == [0, 1, 2, 3] and driver.done == []
-    assert len(caplog.records) == 1
+    assert worked == [*range(6)] and driver.done == []
+    assert len(refused) == step_graphs.MAX_ATTEMPTS and len(caplog.records) == 1
+
+
+def test_what_is_refused_once_is_recorded_the_next_time(caplog: pytest.LogCaptureFixture) -> None:
+    driver = FakeDriver()
+    graphs, capture, refused = StepGraphs(driver), driver.capture, []  # type: ignore[arg-type]
+
+    def refuse_once(work: Callable[[], None]) -> int:
+        if not refused:
+            refused.append(None)
+            raise LibraryError("cuStreamEndCapture failed")
+        return capture(work)
+
+    driver.capture = refuse_once  # type: ignore[method-assign]
+    for turn in range(3):
+        assert graphs.run("a", lambda turn=turn: turn) == turn
+    assert driver.done == ["capture 1", "launch 1"] and not caplog.records

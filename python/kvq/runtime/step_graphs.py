@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -14,6 +14,8 @@ logger = logging.getLogger("kvq")
 
 #: Graphs that are kept, the latest used ones.
 MAX_GRAPHS = 64
+#: How often a key is tried to be recorded.
+MAX_ATTEMPTS = 3
 
 
 class StepGraphs:
@@ -21,7 +23,8 @@ class StepGraphs:
 
     A step's key says everything that a launch depends on: which function, how many rows, where tensors lie
     and how long they are. The first step of a key runs as it is: it takes the memory for what is in between
-    from TVM's pool, where the capture, which computes nothing, then finds the same. All steps of the model
+    from TVM's pool, where the capture, which computes nothing, then finds the same. If it does not, for it
+    may not allocate, the step runs as it is once more, and the next one is recorded. All steps of the model
     share one stream, so that memory of the pool serves one of them at a time. TVM gives the pool's memory
     back to the device when that has none left: :meth:`make_room` forgets the graphs before that can happen.
 
@@ -35,7 +38,7 @@ class StepGraphs:
         self._driver = driver
         self._graphs: OrderedDict[Hashable, tuple[Any, Any]] = OrderedDict()
         self._seen: set[Hashable] = set()
-        self._refused: set[Hashable] = set()
+        self._refused: Counter[Hashable] = Counter()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._graphs
@@ -44,16 +47,17 @@ class StepGraphs:
         """Run a step; returns what ``work`` returned when it was recorded: the tensors of its results."""
         found = self._graphs.get(key)
         if found is None:
-            if key not in self._seen or key in self._refused:
+            if key not in self._seen or self._refused[key] == MAX_ATTEMPTS:
                 self._seen.add(key)
                 return work()
             try:
                 found = self._record(key, work)
             except LibraryError as error:
-                logger.warning(
-                    "a step was not recorded as a CUDA graph, so its kind runs unrecorded: %s", error
-                )
-                self._refused.add(key)
+                self._refused[key] += 1
+                if self._refused[key] == MAX_ATTEMPTS:
+                    logger.warning(
+                        "a step was not recorded as a CUDA graph, so its kind runs unrecorded: %s", error
+                    )
                 return work()
         self._graphs.move_to_end(key)
         executable, results = found
