@@ -185,6 +185,7 @@ def test_draws_and_logprobs_are_those_of_sorting_everything(size: int, ties: boo
         {"top_k": -1},
         {"min_p": 2},
         {"repetition_penalty": 0},
+        {"repetition_penalty": 1e-300},  # as float32 it is 0
         {"presence_penalty": 3},
         {"top_logprobs": 21},
     ],

@@ -219,7 +219,7 @@ class ChatConfig(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100)
     tokenizer_files: list[str] = Field(default_factory=list)
     tokenizer_info: dict[str, Any] = Field(default_factory=dict)
     conv_template: str | dict[str, Any]

@@ -75,7 +75,7 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
             ("top_k", self.top_k >= 0, "at least 0"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("top_logprobs", self.top_logprobs is None or 0 <= self.top_logprobs <= 20, "between 0 and 20"),
