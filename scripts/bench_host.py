@@ -10,12 +10,12 @@ its own. Prints a line of JSON for each number of streams; the host has what is 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,28 +25,13 @@ import numpy as np
 from kvq.bench.serve import bench_serve
 from kvq.bench.serve_load import Load
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from host_memory import HostMemory
+
 #: Of SmolLM2-135M, and of a GPU with 132 multiprocessors.
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, VOCAB, BLOCKS = 30, 9, 3, 64, 49152, 132
 CONTEXT, CHUNK, PAGES = 8192, 2048, 20_000
-
-
-class HostMemory:
-    """Stands in for ``CudaDriver``: the device's memory is the host's."""
-
-    def pinned_zeros(self, count: int) -> np.ndarray:
-        """int32 ``[count]``."""
-        return np.zeros(count, np.int32)
-
-    def copy_to_device(self, target: int, source: np.ndarray) -> None:
-        """Copy to an address."""
-        ctypes.memmove(target, source.ctypes.data, source.nbytes)
-
-    def copy_to_host(self, target: np.ndarray, source: int) -> None:
-        """Copy from an address."""
-        ctypes.memmove(target.ctypes.data, source, target.nbytes)
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
 
 
 class IdleModel:

@@ -18,9 +18,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from golden_run import TOLERANCE, run
 from tiny_families import FAMILY_CASES, golden
-
-TOLERANCE = 1e-3
 
 
 def limits(name: str) -> dict[str, int]:
@@ -50,15 +49,8 @@ def largest_difference(name: str, directory: Path, device: str) -> float:
     expected, _ = golden(name)
     tokens = expected["tokens"]
     worst = 0.0
-    for chunks in ([len(tokens)], [len(tokens) // 2, 1, 1, len(tokens) - len(tokens) // 2 - 2]):
-        model.cache.add_sequence(name)
-        logits, at = [], 0
-        for count in chunks:
-            rows = list(range(count)) if count > 1 else None
-            logits.append(model.step([(name, count)], tokens[at : at + count], rows).copy())
-            at += count
-        model.cache.remove_sequence(name)
-        found = np.concatenate(logits)[expected["rows"]]
+    for chunks in ([len(tokens)], [len(tokens) // 2, 1, 1]):
+        found = run(model, tokens, chunks)[expected["rows"]]
         worst = max(worst, float(np.abs(found - expected["logits"]).max()))
     return worst
 

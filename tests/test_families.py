@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 
 import vulkan_runner
+from golden_run import TOLERANCE, run
 from kvq.convert import convert_weight
 from kvq.errors import CheckpointError
 from kvq.loader import TensorCache, open_checkpoint
@@ -19,7 +20,7 @@ from kvq.loader.hf_config import model_config_from_hf
 from kvq.model.parameters import model_parameters
 from kvq.quantization.scheme import WEIGHT_SCHEMES
 from kvq.quantization.weights import stored_parameters
-from test_golden_logits import TOLERANCE, build, run
+from test_golden_logits import build
 from tiny_families import FAMILY_CASES, TinyFamily, golden
 
 #: On Vulkan those with something of their own: experts, soft-capping, norms with a mean.

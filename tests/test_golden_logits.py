@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from golden_run import TOLERANCE, run
 from kvq.build import prepare_model
 from kvq.runtime.loaded_model import LoadedModel, load_model
 from tiny_llama import GOLDEN_CASES
 
 GOLDENS = Path(__file__).parent / "goldens"
-TOLERANCE = 1e-3
 
 
 def build(
@@ -24,21 +23,6 @@ def build(
     limits = {"context_window_size": context, "prefill_chunk_size": context, "max_batch_size": 2}
     built = prepare_model(checkpoint, quantization, kv, **limits, opt="O1", device=device, cache_dir=cache)
     return load_model(built.library, built.weights_dir, device=device, **limits)
-
-
-def run(model: LoadedModel, tokens: np.ndarray, chunks: Sequence[int]) -> np.ndarray:
-    """Logits of every row, the tokens appended in steps of the given sizes, over and over."""
-    model.cache.add_sequence("golden")
-    logits = []
-    start = index = 0
-    while start < len(tokens):
-        part = tokens[start : start + chunks[index % len(chunks)]]
-        rows = None if len(part) == 1 else list(range(len(part)))  # one row goes through ``decode``
-        logits.append(np.array(model.step([("golden", len(part))], part, rows)))
-        start += len(part)
-        index += 1
-    model.cache.remove_sequence("golden")
-    return np.concatenate(logits)
 
 
 @pytest.fixture(scope="module")

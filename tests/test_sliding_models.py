@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from fake_model import FakeStream
+from golden_run import run
 from kvq.engine.core import EngineCore
 from kvq.engine.request import Request
 from kvq.errors import ConfigError
 from kvq.runtime.cache_shape import CacheShape
 from kvq.runtime.loaded_model import LoadedModel
 from kvq.runtime.sampler import SamplingParams
-from test_golden_logits import build, run
+from test_golden_logits import build
 from tiny_families import FAMILY_CASES, TinyFamily, golden
 
 CONTEXT, WINDOW, PAGE = 420, 70, 64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
 
+from host_memory import HostMemory
 from kvq.layout import KVLayout
 from kvq.runtime.decode_plan import DecodeDevice, plan_decode
 from kvq.runtime.device import Device
@@ -102,25 +102,9 @@ def test_decode_is_cut_by_the_plan_for_gpus(plan):
     plan.abort()
 
 
-class FakeDriver:
-    """Stands in for ``CudaDriver`` on the CPU's memory."""
-
-    def pinned_zeros(self, count: int) -> np.ndarray:
-        return np.zeros(count, np.int32)
-
-    def copy_to_device(self, target: int, source: np.ndarray) -> None:
-        ctypes.memmove(target, source.ctypes.data, source.nbytes)
-
-    def copy_to_host(self, target: np.ndarray, source: int) -> None:
-        ctypes.memmove(target.ctypes.data, source, target.nbytes)
-
-    def synchronize(self) -> None:
-        pass
-
-
 def test_decode_steps_have_the_same_tensors_until_they_need_more_room(plan):
     device, spec = Device.open("cpu"), DecodeSpec(8, 2, 4)
-    steps = DeviceSteps(plan, device, metadata(spec, 64), FakeDriver())
+    steps = DeviceSteps(plan, device, metadata(spec, 64), HostMemory())
     plain = DeviceSteps(plan, device, metadata(spec, 64))
     for requests in ([("a", 300)], [("a", 300)], [("b", 126), ("c", 5)]):
         build_step(plan, requests, 1)
@@ -145,7 +129,7 @@ def test_decode_steps_have_the_same_tensors_until_they_need_more_room(plan):
 
 
 def test_the_step_that_follows_is_cut_while_the_one_before_runs(plan):
-    steps = DeviceSteps(plan, Device.open("cpu"), metadata(DecodeSpec(8, 2, 4), 64), FakeDriver())
+    steps = DeviceSteps(plan, Device.open("cpu"), metadata(DecodeSpec(8, 2, 4), 64), HostMemory())
     for requests in ([("a", 300)], [("b", 125), ("c", 63)]):
         build_step(plan, requests, 1)
         plan.commit()
@@ -160,7 +144,7 @@ def test_the_step_that_follows_is_cut_while_the_one_before_runs(plan):
 
 @pytest.mark.parametrize("spec", [None, DecodeSpec(8, 2, 4)])
 def test_decode_steps_are_filled_up_with_rows_of_no_sequence(plan, spec):
-    steps = DeviceSteps(plan, Device.open("cpu"), metadata(spec, 64), FakeDriver())
+    steps = DeviceSteps(plan, Device.open("cpu"), metadata(spec, 64), HostMemory())
     for requests in ([("a", 300)], [("b", 90), ("c", 5)]):
         build_step(plan, requests, 1)
         plan.commit()
