@@ -13,7 +13,7 @@ from kvq.eval.metrics import Distributions
 from kvq.runtime.loaded_model import LoadedModel, load_model
 from kvq.tokenizer import Tokenizer
 
-ANSWER = 200
+ANSWER = 300
 QUESTIONS = (
     "Explain how a steam engine turns heat into motion, step by step, for a curious twelve-year-old.",
     "Write a short story about a lighthouse keeper who finds a letter in a bottle.",
@@ -70,7 +70,7 @@ def nll(model: LoadedModel, prompt: list[int], tokens: list[int]) -> float:
 @pytest.mark.slow
 def test_quantized_answers_are_as_likely(demo_gguf: Path, build_cache: Path) -> None:
     def built(kv: str) -> BuiltModel:
-        return prepare_model(demo_gguf, "q0f32", kv, opt="O1", cache_dir=build_cache)
+        return prepare_model(demo_gguf, "q4f16_1", kv, opt="O1", cache_dir=build_cache)
 
     def loaded(kv: str) -> LoadedModel:
         pair = built(kv)
@@ -84,12 +84,11 @@ def test_quantized_answers_are_as_likely(demo_gguf: Path, build_cache: Path) -> 
     none = loaded("none")
     own = answer_all(none, prompts)
     own_nll = np.mean([nll(none, prompt, tokens) for prompt, tokens in zip(prompts, own, strict=True)])
-    own_loops = sum(longest_loop(tokens) for tokens in own)
-    for kv, most in (("int4", 1.15), ("int3", 1.4)):  # found: 1.07 and 1.24
+    own_loop = max(longest_loop(tokens) for tokens in own)
+    for kv in ("int4", "int3"):
         model = loaded(kv)
         answers = answer_all(model, prompts)
-        assert answers != own, "a quantized cache that changes nothing in 800 tokens is not in use"
+        assert answers != own, "a quantized cache that changes nothing in 1,200 tokens is not in use"
         likelihood = np.mean([nll(none, p, tokens) for p, tokens in zip(prompts, answers, strict=True)])
-        assert likelihood < most * own_nll, (kv, likelihood, own_nll)
-        loops = sum(longest_loop(tokens) for tokens in answers)
-        assert loops < own_loops + 0.1 * ANSWER * len(QUESTIONS), (kv, loops, own_loops)
+        assert likelihood < 1.15 * own_nll, (kv, likelihood, own_nll)
+        assert max(longest_loop(tokens) for tokens in answers) <= own_loop, kv
