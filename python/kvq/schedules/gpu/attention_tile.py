@@ -18,6 +18,7 @@ from kvq.errors import CompileError
 from kvq.layout import K_LANES, KVLayout
 
 from .block import held
+from .key_header import header_words
 from .limits import GpuLimits
 
 #: Threads of a team: what the order of the key codes is made for.
@@ -72,7 +73,7 @@ class Tile:
         """Shared memory of a workgroup."""
         layout, words = self.layout, self.arena_floats + self.states * (2 * LANES + 3)
         if layout.k_bits is not None:
-            words += 2 * layout.head_dim + layout.k_header_bits // 8
+            words += 2 * layout.head_dim + header_words(layout)
             words += layout.head_dim if len(layout.k_classes) > 1 else 0
         return 4 * words
 

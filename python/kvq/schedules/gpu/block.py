@@ -24,6 +24,9 @@ ATTRIBUTES = {"tirx.noalias": True, "op_pattern": 8, "tirx.is_scheduled": True}
 #: Workgroups that every GPU starts along a dimension.
 MOST_GROUPS = 65535
 
+#: Loads that a thread starts before it waits for the first one, where nothing else hides their latency.
+LOADS = 32
+
 _ALL_LANES = 0xFFFFFFFF
 
 

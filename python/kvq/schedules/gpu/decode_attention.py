@@ -27,6 +27,7 @@ from .decode_reduce import CrewReduction
 from .decode_tile import CREW, Crew, DecodeTile
 from .hadamard import rotate
 from .halves import half_of, half_to_float
+from .page_codes import one_bits
 from .page_keys import KeyScores
 from .page_softmax import MASKED, capped
 from .page_values import ValueSums
@@ -41,7 +42,8 @@ class _Kernel:
         self.a, self.tile, self.layout, self.dtype, self.variant = a, tile, tile.layout, dtype, variant
         self.thread, self.crew, self.heads = thread, Crew(tile, thread), range(tile.heads)
         self.reduction = CrewReduction(tile, self.crew)
-        self.weights = shared((tile.crews * tile.layout.page_size * tile.heads,), "float32")
+        self.arena = shared((tile.arena,), "float32")
+        self.peaks, self.factors = (shared((tile.crews * tile.heads,), "float32") for _ in range(2))
         self.peak, self.total = (local((tile.heads,), "float32") for _ in range(2))
         self.fades = local((tile.heads,), "float32")
 
@@ -49,9 +51,10 @@ class _Kernel:
         """One task of one KV head."""
         a, tile, crew = self.a, self.tile, self.crew
         self.task, self.kv_head = read_task(a, self.layout, self.variant, at), kv_head
-        self.queries = PageQueries(tile, crew, self._query, self.reduction)
-        keys = KeyScores(self.layout, crew, self.queries, tile.heads, self.queries.at)
-        values = ValueSums(self.layout, crew.member, CREW, tile.heads, self._weights_of)
+        self.queries = PageQueries(tile, crew, self._query, self.reduction, self.arena)
+        one = one_bits(a.counts[2])
+        keys = KeyScores(self.layout, crew, self.queries, tile.heads, self.queries.at, one)
+        values = ValueSums(self.layout, crew.member, CREW, tile.heads, self._weights_of, one)
         for i in self.heads:
             put(self.peak, T.float32(MASKED), i)
             put(self.total, T.float32(0), i)
@@ -68,7 +71,9 @@ class _Kernel:
 
     def _query(self, head, channel):
         """A number of a query of the block; of heads beyond the group, the last one's."""
-        index = T.min(self.crew.block * self.tile.heads + head, self.tile.group - 1)
+        index = self.crew.block * self.tile.heads + head
+        if self.tile.group % self.tile.heads:
+            index = T.min(index, self.tile.group - 1)
         return self.a.q[self.task.first_row, self.kv_head * self.tile.group + index, channel]
 
     def _unit(self, index):
@@ -124,6 +129,7 @@ class _Kernel:
                 own, lambda: each_own(a, task, self.kv_head, lambda row: keys.add_rows(lambda i: row(0, i)))
             ),
         )
+        sync()
         self._hand_over(keys)
         if self.queries.quantized:
             self.reduction.combine(add)
@@ -134,8 +140,6 @@ class _Kernel:
         self.reduction.combine(T.max)
         sync()
         self._weigh(scores, scale, tokens)
-        if self.queries.quantized:
-            self._prepare(following)
         sync()
         values.fade([T.bind(self.fades[i]) for i in self.heads])
         end = own_end(a, layout, task)
@@ -150,12 +154,16 @@ class _Kernel:
             ),
         )
         sync()
+        if self.queries.quantized:
+            self._prepare(following)
+            sync()
 
     def _place(self, token):
-        return (self.crew.index * self.layout.page_size + token) * self.tile.heads
+        """Where a token's scores and weights stand in the arena."""
+        return self.tile.weights_start(self.crew.index) + token * self.tile.heads
 
     def _weights_of(self, token) -> list:
-        return load_run(self.weights, self._place(token), self.tile.heads)
+        return load_run(self.arena, self._place(token), self.tile.heads)
 
     def _own_tokens(self, keys: KeyScores) -> list:
         """The tokens of whose scores the thread makes weights: half of those that it has sums for."""
@@ -169,7 +177,7 @@ class _Kernel:
             token = held(T.Select(first, keys.token(half + j), keys.token(j)))
             for i in self.heads:
                 value = T.Select(first, keys.scores[half + j, i], keys.scores[j, i])
-                put(self.weights, value, self._place(token) + i)
+                put(self.arena, value, self._place(token) + i)
 
     def _scores(self, index, sealed, own, keys: KeyScores, tokens: list) -> Any:
         """The scores of the thread's tokens, whole; their maximum is offered."""
@@ -208,7 +216,7 @@ class _Kernel:
                 weight = T.Select(scores[j, i] > T.float32(MASKED), T.exp(scores[j, i] - now), T.float32(0))
                 weight = held(weight, "float32")
                 put(self.total, self.total[i] + weight, i)
-                put(self.weights, weight * scale[j], self._place(token) + i)
+                put(self.arena, weight * scale[j], self._place(token) + i)
 
     def _finish(self, values: ValueSums) -> None:
         """Merge the crews and write the row: divided by its sums, the rotation of V undone.
@@ -216,9 +224,7 @@ class _Kernel:
         Of a row that was split, the results go to the scratch as they are.
         """
         a, tile, crew, task, dim = self.a, self.tile, self.crew, self.task, self.layout.head_dim
-        sums, whole = self.queries.values, T.bind(task.slot < 0)
-        places = tile.crews * tile.heads  # of query heads in crews
-        peaks, factors = (lambda place: self.weights[place]), (lambda place: self.weights[places + place])
+        sums, whole = self.arena, T.bind(task.slot < 0)
         first = held(crew.index * tile.heads)
 
         def keep(i, k):
@@ -227,7 +233,7 @@ class _Kernel:
 
         values.each(keep)
         for i in self.heads:
-            when(crew.member == 0, lambda i=i: put(self.weights, self.peak[i], first + i))
+            when(crew.member == 0, lambda i=i: put(self.peaks, self.peak[i], first + i))
         self.reduction.offer([self.total[i] for i in self.heads])
         sync()
         self.reduction.combine(add)
@@ -236,27 +242,27 @@ class _Kernel:
         def merge(head):
             """Of one query head: its peak and sum over the crews, and their factors."""
             crews = [held(head + page * tile.blocks * tile.heads) for page in range(tile.pages)]
-            most = peaks(crews[0])
+            most = self.peaks[crews[0]]
             for place in crews[1:]:
-                most = held(T.max(most, peaks(place)), "float32")
+                most = held(T.max(most, self.peaks[place]), "float32")
             query = held(self.kv_head * tile.group + head)
             sink = T.bind(a.sinks[query]) if a.sinks is not None else None
             limit = T.bind(most) if sink is None else T.bind(T.Select(whole, T.max(most, sink), most))
             total = T.float32(0)
-            fades = [held(T.exp(peaks(place) - limit), "float32") for place in crews]
+            fades = [held(T.exp(self.peaks[place] - limit), "float32") for place in crews]
             for place, fade in zip(crews, fades, strict=True):
                 total = held(total + fade * self.reduction.sum_at(place), "float32")
 
             def divide():
                 every = total if sink is None else total + T.exp(sink - limit)
                 for place, fade in zip(crews, fades, strict=True):
-                    put(self.weights, fade / every, places + place)
+                    put(self.factors, fade / every, place)
 
             def leave():
                 put(a.scratch, limit, task.slot, query, dim)
                 put(a.scratch, total, task.slot, query, dim + 1)
                 for place, fade in zip(crews, fades, strict=True):
-                    put(self.weights, fade, places + place)
+                    put(self.factors, fade, place)
 
             either(whole, divide, leave)
 
@@ -269,7 +275,8 @@ class _Kernel:
             for page in range(tile.pages):
                 place = head + page * tile.blocks * tile.heads
                 value = held(
-                    value + factors(place) * sums[index + page * tile.blocks * tile.heads * dim], "float32"
+                    value + self.factors[place] * sums[index + page * tile.blocks * tile.heads * dim],
+                    "float32",
                 )
             put(sums, value, index)
 
@@ -306,6 +313,7 @@ def decode_attention(
         grid = [layout.num_kv_heads, T.cast(a.num_tasks, "int32")]
         with launch(grid, tile.threads) as (kv_head, at, thread):
             kernel = _Kernel(a, tile, dtype, variant, thread)
-            when(at < a.counts[2], lambda: kernel.run(at, kv_head))
+            # the last ones have their row's own page, which takes longest: they start first
+            when(at < a.counts[2], lambda: kernel.run(a.counts[2] - 1 - at, kv_head))
         merge_rows(a, layout, num_heads, dtype)
     return script.get()

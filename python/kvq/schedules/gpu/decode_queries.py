@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from kvq.schedules.statements import for_threads, put
 
-from .block import load_run, local, shared
+from .block import load_run, local
 from .decode_reduce import CrewReduction
 from .decode_tile import CREW, Crew, DecodeTile
 from .key_header import KeyHeader
@@ -22,16 +22,16 @@ class PageQueries:
     ``number(head, channel)`` is a number of the query ``head`` of the crew's block, as the step has it.
     """
 
-    def __init__(self, tile: DecodeTile, crew: Crew, number, reduction: CrewReduction) -> None:
+    def __init__(self, tile: DecodeTile, crew: Crew, number, reduction: CrewReduction, memory) -> None:
         self.tile, self.layout, self.crew, self.number = tile, tile.layout, crew, number
         self.reduction, self.quantized = reduction, tile.layout.k_bits is not None
-        self.values = shared((tile.crews * tile.layout.head_dim * tile.heads,), "float32")
+        self.values = memory
         if self.quantized:
             self.header = KeyHeader(tile.layout, crew.member, CREW, tile.crews, crew.index)
             self._sums = local((tile.heads,), "float32")
 
     def _place(self, stored):
-        return (self.crew.index * self.layout.head_dim + stored) * self.tile.heads
+        return self.tile.queries_start(self.crew) + stored * self.tile.heads
 
     def at(self, stored) -> list:
         """The crew's numbers of the channel that is stored there."""

@@ -16,13 +16,14 @@ from tvm.script import tirx as T
 from kvq.layout import K_LANES, KVLayout
 
 from .block import held
+from .key_header import header_words
 from .limits import GpuLimits
 
 #: Threads of a team: what the order of the key codes is made for. Two are a crew.
 LANES = K_LANES
 CREW = 2 * LANES
 #: Parts in which a crew's numbers are reduced.
-PARTS = 8
+PARTS = 4
 _MOST_CREWS = 4
 #: Most scores that a thread holds, and most query heads of a block.
 _SCORES, _HEADS = 16, 4
@@ -63,12 +64,46 @@ class DecodeTile:
         return self.crews * CREW
 
     @property
+    def _own_queries(self) -> bool:
+        """Whether each crew has queries of its own, multiplied by the scales of its page's keys."""
+        return self.layout.k_bits is not None
+
+    @property
+    def _crew_floats(self) -> int:
+        """Floats of a crew's part of the arena."""
+        return self.heads * max(self.layout.head_dim if self._own_queries else 0, self.layout.page_size)
+
+    @property
+    def _first_floats(self) -> int:
+        """Floats of what stands in the arena before the crews' parts: queries that all pages share."""
+        return 0 if self._own_queries else self.blocks * self.heads * self.layout.head_dim
+
+    @property
+    def arena(self) -> int:
+        """Floats of the memory for queries, then scores, then weights of a page, and in the end for sums.
+
+        Queries that are made for a page give their place to its scores: a GPU runs as many workgroups at once
+        as it has shared memory for.
+        """
+        sums = self.crews * self.heads * self.layout.head_dim
+        return max(sums, self._first_floats + self.crews * self._crew_floats)
+
+    def queries_start(self, crew: Crew) -> Any:
+        """Where the queries of a crew begin in the arena."""
+        if self._own_queries:
+            return crew.index * self._crew_floats
+        return crew.block * (self.heads * self.layout.head_dim)
+
+    def weights_start(self, crew: Any) -> Any:
+        """Where the scores and weights of crew ``crew`` begin in the arena."""
+        return crew * self._crew_floats + self._first_floats
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a workgroup."""
-        layout = self.layout
-        numbers = layout.head_dim + layout.page_size + CREW + PARTS
-        header = layout.k_header_bits // 8 if layout.k_bits is not None else 0
-        return 4 * self.crews * (numbers * self.heads + header)
+        layout, each = self.layout, CREW + PARTS + 2
+        header = header_words(layout) if layout.k_bits is not None else 0
+        return 4 * (self.arena + self.crews * (each * self.heads + header))
 
 
 def decode_tile(layout: KVLayout, num_heads: int, limits: GpuLimits) -> DecodeTile | None:

@@ -6,6 +6,7 @@ thread unpacks serves all of its queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ from kvq.layout import CODES_PER_CHUNK, KVLayout
 from kvq.schedules.statements import put
 
 from .attention_tile import LANES, THREADS
-from .block import held, local, shared
+from .block import LOADS, held, local, shared
 from .halves import halves_to_floats
 from .key_header import KeyHeader
 from .page_codes import code_number, whole_codes
@@ -96,12 +97,12 @@ class _KeyClass(NamedTuple):
 class KeyScores:
     """Scores of a thread's queries: ``scores[t, i]`` of token ``token(t)`` and query ``i`` of ``count``.
 
-    ``query(channel)`` is a list of numbers, one a query.
+    ``query(channel)`` is a list of numbers, one a query; ``one_bits`` is :func:`.page_codes.one_bits`.
     """
 
-    def __init__(self, layout: KVLayout, team: Slice, decoder: Decoder, count: int, query) -> None:
+    def __init__(self, layout: KVLayout, team: Slice, decoder: Decoder, count: int, query, one_bits) -> None:
         self.layout, self.team, self.decoder, self.count, self.query = layout, team, decoder, count, query
-        self.tokens = layout.page_size // LANES
+        self.tokens, self._one_bits = layout.page_size // LANES, one_bits
         self.scores = local((self.tokens, count), "float32")
         self.raw_halves = layout.row_dtype == "float16" and layout.k_bits is None
         widths = [bits for bits, _ in layout.k_classes] if layout.k_bits is not None else []
@@ -129,28 +130,39 @@ class KeyScores:
         """Add a row page's keys: ``row(i)`` is its ``i``-th number, float32."""
         page = self.layout.page_size
 
-        def channel(c):
-            self._add(c, [T.bind(row(c * page + self.token(t))) for t in range(self.tokens)])
+        def one(c) -> list:
+            return [T.bind(row(c * page + self.token(t))) for t in range(self.tokens)]
 
-        self.team.for_slice(self.layout.head_dim, channel)
+        self._for_channels(one)
+
+    def _for_channels(self, keys) -> None:
+        """Add the slice's channels, ``keys(c)`` of each. Loads of some channels go together."""
+        dim = self.layout.head_dim
+        together = math.gcd(dim, max(1, LOADS // self.tokens))
+
+        def some(step):
+            channels = [held(step * together + i) for i in range(together)]
+            found = [keys(c) for c in channels]
+            for c, values in zip(channels, found, strict=True):
+                self._add(c, values)
+
+        self.team.for_slice(dim // together, some)
 
     def add_page(self, pool, unit) -> None:
         """Add a sealed page's keys, for which the decoder is prepared."""
         page, tokens = self.layout.page_size, self.tokens
 
-        def halves(c):
-            keys = []
-            for u in range(tokens // 2):
-                start = c * (page // 2) + self.team.lane
-                keys += halves_to_floats(T.bind(pool[(*unit, start + u * LANES)]))
-            self._add(c, keys)
+        def halves(c) -> list:
+            start = c * (page // 2) + self.team.lane
+            words = [T.bind(pool[(*unit, start + u * LANES)]) for u in range(tokens // 2)]
+            return [number for word in words for number in halves_to_floats(word)]
 
-        def floats(c):
+        def floats(c) -> list:
             words = [pool[(*unit, c * page + self.token(t))] for t in range(tokens)]
-            self._add(c, [T.bind(T.reinterpret("float32", word)) for word in words])
+            return [T.bind(T.reinterpret("float32", word)) for word in words]
 
         if self.layout.k_bits is None:
-            self.team.for_slice(self.layout.head_dim, halves if self.raw_halves else floats)
+            self._for_channels(halves if self.raw_halves else floats)
             return
         classes = self._classes()
         for place in classes:
@@ -212,4 +224,4 @@ class KeyScores:
         for i in range(channels):
             channel, key = self.decoder.channel(held(stored + i))
             codes = range(first + i * self.tokens, first + (i + 1) * self.tokens)
-            self._add(channel, [key(code_number(words, code, bits)) for code in codes])
+            self._add(channel, [key(code_number(words, code, bits, self._one_bits)) for code in codes])

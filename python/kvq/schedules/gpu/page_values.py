@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 from kvq.layout import CODES_PER_CHUNK, KVLayout
 from kvq.schedules.statements import put
 
-from .block import held, local
+from .block import LOADS, held, local
 from .halves import halves_to_floats
 from .page_codes import code_number, whole_codes
 
@@ -29,13 +29,17 @@ class ValueSums:
         Queries of the thread.
     weights : callable
         ``weights(token)``: a list of numbers, one a query.
+    one_bits
+        :func:`.page_codes.one_bits`.
     first, stride
         Of the tokens, or rows of words, the thread has every ``stride``-th from ``first`` on.
     """
 
-    def __init__(self, layout: KVLayout, lane, lanes: int, count: int, weights, first=0, stride=1) -> None:
+    def __init__(
+        self, layout: KVLayout, lane, lanes: int, count: int, weights, one_bits, first=0, stride=1
+    ) -> None:
         self.layout, self.lane, self.lanes, self.count = layout, lane, lanes, count
-        self.weights, self.first, self.stride = weights, first, stride
+        self.weights, self.first, self.stride, self._one_bits = weights, first, stride, one_bits
         self.raw_halves = layout.row_dtype == "float16" and layout.v_bits is None
         step = 2 if self.raw_halves else 1
         self.channels = -(-layout.head_dim // (lanes * step)) * step
@@ -87,30 +91,51 @@ class ValueSums:
     def add_rows(self, row, end) -> None:
         """Add the first ``end`` tokens of a row page; ``row(i)`` is its ``i``-th number, float32."""
 
-        def one(token):
-            start = T.bind(token * self.layout.head_dim)
-            self._add(token, [T.bind(row(start + self._read(k))) for k in range(self.channels)])
+        last = held(end - 1)
 
-        self._each(end, one)
+        def one(token) -> list:
+            start = T.bind(T.min(token, last) * self.layout.head_dim)
+            return [T.bind(row(start + self._read(k))) for k in range(self.channels)]
+
+        self._for_tokens(end, one)
+
+    def _for_tokens(self, count, values) -> None:
+        """Add the thread's share of ``count`` tokens, and some beyond, which weigh nothing.
+
+        ``values(token)`` loads a token's values, also of one beyond. Loads of some tokens go together.
+        """
+        together = 1 << max(1, LOADS // self.channels).bit_length() - 1
+
+        def some(step):
+            tokens = [held(step * together + i) for i in range(together)]
+            found = [values(token) for token in tokens]
+            for token, those in zip(tokens, found, strict=True):
+                self._add(token, those)
+
+        self._each(T.truncdiv(count + (together - 1), together), some)
 
     def add_page(self, pool, unit) -> None:
         """Add a sealed page."""
         page, bits = self.layout.page_size, self.layout.v_bits
         if bits is None:
-            self._each(page, lambda token: self._raw(pool, unit, token))
+            self._for_tokens(page, lambda token: self._raw(pool, unit, token))
             return
-        rows = page * bits // CODES_PER_CHUNK
-        self._fetch(pool, unit, self.first, rows)
-        self._each(rows, lambda row: self._codes(pool, unit, row, rows))
+        self._fetch(pool, unit, self.first)
+        self._each(self._rows, lambda row: self._codes(pool, unit, row))
 
-    def _fetch(self, pool, unit, row, rows: int) -> None:
+    @property
+    def _rows(self) -> int:
+        """Rows of words of a page."""
+        return self.layout.page_size * (self.layout.v_bits or 0) // CODES_PER_CHUNK
+
+    def _fetch(self, pool, unit, row) -> None:
         """Load a row of words, or the last one, to be added next."""
-        start = T.bind(T.min(row, rows - 1) * self.layout.head_dim + self.layout.v_offset)
+        start = T.bind(T.min(row, self._rows - 1) * self.layout.head_dim + self.layout.v_offset)
         for k in range(self.channels):
             put(self.following, pool[(*unit, start + self._read(k))], k)
 
-    def _raw(self, pool, unit, token) -> None:
-        """A token of an unquantized page."""
+    def _raw(self, pool, unit, token) -> list:
+        """The values of a token of an unquantized page."""
         dim, channels, offset = self.layout.head_dim, self.channels, self.layout.v_offset
         values = []
         for k in range(0, channels, 2 if self.raw_halves else 1):
@@ -120,9 +145,9 @@ class ValueSums:
             else:
                 word = pool[(*unit, token * dim + self._read(k) + offset)]
                 values.append(T.bind(T.reinterpret("float32", word)))
-        self._add(token, values)
+        return values
 
-    def _codes(self, pool, unit, row, rows: int) -> None:
+    def _codes(self, pool, unit, row) -> None:
         """A row of words: codes ``c`` as ``c - 2**(bits - 1)``. Every word stands for itself.
 
         The row was fetched before; the next one is, meanwhile.
@@ -131,7 +156,7 @@ class ValueSums:
         middle = 2 ** (bits - 1)
         for k in channels:
             put(self.words, self.following[k], k)
-        self._fetch(pool, unit, row + self.stride, rows)
+        self._fetch(pool, unit, row + self.stride)
         place = held(T.truncmod(row, bits))
         first, whole = held(T.truncdiv(row, bits) * CODES_PER_CHUNK), whole_codes(bits)
         token = held(place * whole + first)
@@ -139,7 +164,9 @@ class ValueSums:
             words = [T.bind(self.words[k]) for k in channels]
             here = held(half * (whole // 2) + token)
             for i in range(whole // 2):
-                self._add(here + i, [T.bind(code_number([word], i, bits, middle)) for word in words])
+                self._add(
+                    here + i, [T.bind(code_number([word], i, bits, self._one_bits, middle)) for word in words]
+                )
             for k in channels:
                 put(self.words, T.shift_right(words[k], T.uint32(whole // 2 * bits)), k)
         # of a code that lies across the words each adds its bit, and the first takes the middle code off;

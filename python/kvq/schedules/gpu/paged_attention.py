@@ -25,6 +25,7 @@ from .attention_tile import LANES, TEAMS, THREADS, Team, Tile, make_tile
 from .block import ATTRIBUTES, either, held, launch, local, sync
 from .hadamard import rotate
 from .limits import GpuLimits
+from .page_codes import one_bits
 from .page_keys import KeyScales, KeyScores
 from .page_softmax import PageSoftmax, Shared, softmax_memory
 from .page_values import ValueSums
@@ -70,10 +71,9 @@ class _Kernel:
         def weights(token):
             return [T.bind(memory.arena[state * page + token]) for state in states]
 
-        keys = KeyScores(self.layout, self.team, scales, tile.team_states, query)
-        values = ValueSums(
-            self.layout, self.team.lane, LANES, tile.team_states, weights, self.team.slice, self.team.slices
-        )
+        team, count, one = self.team, tile.team_states, one_bits(a.counts[2])
+        keys = KeyScores(self.layout, team, scales, count, query, one)
+        values = ValueSums(self.layout, team.lane, LANES, count, weights, one, team.slice, team.slices)
         softmax = PageSoftmax(tile, self.team, self.variant, keys, memory)
         softmax.clear()
         values.clear()
