@@ -47,7 +47,7 @@ class IdleModel:
 
         layout = KVLayout(LAYERS, KV_HEADS, HEAD_DIM, 4, 4, 64, order="fragments")
         self.cache = PagedKVCache(layout, PAGES, streams, CHUNK // 64 + 1)
-        self.plan = StepPlan(self.cache, CHUNK, streams * CONTEXT // 64, 4, 1024, longest_first=True)
+        self.plan = StepPlan(self.cache, CHUNK, streams * CONTEXT // 64, 4, 1024, on_gpu=True)
         metadata: Any = SimpleNamespace(
             decode=DecodeSpec(8, 2, 4),
             scratch_slots=1024,

@@ -24,11 +24,12 @@ from kvq.layout import KVLayout
 from kvq.quantization.scheme import KVQuantization
 from kvq.runtime.decode_plan import DecodeDevice
 from kvq.runtime.device import Device
+from kvq.runtime.step_plan import cut_row, splits_together
 from portable_bench import LAUNCHES, ROTATION_BYTES, entry_of, main, seconds_of
 
 SCHEMES = {name: KVQuantization.parse(name) for name in ("int4", "none")}
 HEADS, HEAD_DIM = Geometry().num_heads, Geometry().head_dim
-#: Key pages of a split, as the portable kernels cut rows.
+#: Key pages of a split, as the portable kernels cut rows; their module needs a compiler.
 SPLIT_PAGES = 4
 
 
@@ -57,22 +58,24 @@ class PortableCase(AttentionCase):
         Rows whose parts are added up.
     """
 
-    def __init__(self, layout: KVLayout, lengths: list[int]) -> None:
+    def __init__(self, layout: KVLayout, lengths: list[int], units: int) -> None:
         super().__init__(layout, HEADS, lengths, DecodeDevice(1, 1, 0.1, 0.1, 0.1, 1.0))
         parts = self.rows.reshape(*self.rows.shape[:4], layout.page_size, HEAD_DIM).copy()
         keys = parts[:, :, :, 0]
         keys[...] = np.moveaxis(keys.copy(), -1, -2).reshape(keys.shape)
         self.open = parts.reshape(self.rows.shape)
         tasks, merges, used = [], [], 0
-        for row, position in enumerate(self.positions.tolist()):
-            start, page = int(self.starts[row]), int(self._row_pages[row])
-            splits = position // layout.page_size // SPLIT_PAGES + 1
-            if splits == 1:
-                tasks.append((row, row + 1, start, page, 0, 1, -1))
+        splits = [position // layout.page_size // SPLIT_PAGES + 1 for position in self.positions.tolist()]
+        together = splits_together(sum(splits) * layout.num_kv_heads, units)
+        for row, count in enumerate(splits):
+            own = row, row + 1, int(self.starts[row]), int(self._row_pages[row])
+            parts = cut_row(0, count, together)[::-1]
+            if len(parts) == 1:
+                tasks.append((*own, 0, count, -1))
                 continue
-            tasks += [(row, row + 1, start, page, s, s + 1, used + s) for s in range(splits)]
-            merges.append((row, used, splits))
-            used += splits
+            tasks += [(*own, *part, used + i) for i, part in enumerate(parts)]
+            merges.append((row, used, len(parts)))
+            used += len(parts)
         self.tasks = np.array(tasks, np.int32)
         self.merges = np.array(merges or [(0, 0, 0)], np.int32)
         self.counts = np.array([0, 0, len(tasks), len(merges)], np.int32)
@@ -81,7 +84,7 @@ class PortableCase(AttentionCase):
 def measured(directory: Path, name: str, lengths: list[int], device: Device) -> dict[str, Any]:
     """Time and error of a kernel on sequences of these lengths."""
     function = entry_of(directory / f"{name}.so")
-    case = PortableCase(layout_of(SCHEMES[name]), lengths)
+    case = PortableCase(layout_of(SCHEMES[name]), lengths, device.threads)
 
     def tensor(array: np.ndarray) -> Any:
         return tvm.runtime.tensor(array, device.handle)

@@ -19,6 +19,8 @@ from kvq.runtime.device import Device
 #: Bytes of data to rotate over: more than a GPU's L2 holds.
 ROTATION_BYTES = 256 << 20
 LAUNCHES, REPLAYS = 48, 7
+#: Words of a copy that measures the memory, and its library.
+_COPIED_WORDS, _COPY = 1 << 24, "copy"
 #: Seconds of work before anything is measured: an idle GPU's clock is low.
 _WARM_SECONDS = 0.5
 
@@ -35,17 +37,41 @@ def seconds_of(work: Callable[[], object], device: Device) -> float:
     return statistics.median(times[-REPLAYS:])
 
 
-def copy_rate(device: Device) -> float:
-    """Bytes a second, read and written, of the driver's copies within the device's memory."""
-    words = min(1 << 28, int(device.handle.total_global_memory) // 64)
-    source, target = (tvm.runtime.empty((words,), "uint32", device.handle) for _ in range(2))
-    rounds = 8
+def copy_rate(device: Device, copy: Callable[[Any, Any], object]) -> float:
+    """Bytes a second, read and written, of ``copy(source, target)`` within the device's memory."""
+    pairs = [
+        [tvm.runtime.empty((_COPIED_WORDS,), "uint32", device.handle) for _ in range(2)]
+        for _ in range(ROTATION_BYTES // (4 * _COPIED_WORDS))
+    ]
 
     def work() -> None:
-        for _ in range(rounds):
-            source.copyto(target)
+        for n in range(LAUNCHES):
+            copy(*pairs[n % len(pairs)])
 
-    return rounds * 8 * words / seconds_of(work, device)
+    return LAUNCHES * 8 * _COPIED_WORDS / seconds_of(work, device)
+
+
+def _copy_kernel() -> tirx.PrimFunc:
+    """A kernel that copies: what memory gives to kernels. Drivers' own copies may be slower."""
+    from tvm.script import tirx as T
+    from tvm.script.ir_builder import IRBuilder
+    from tvm.script.ir_builder import tirx as builder
+
+    from kvq.schedules.gpu.block import ATTRIBUTES, held, launch
+    from kvq.schedules.statements import put
+
+    threads, each = 256, 16
+    with IRBuilder() as script, builder.prim_func(is_private=True):
+        T.func_attr(ATTRIBUTES)
+        source, target = (
+            builder.arg(name, T.Buffer((_COPIED_WORDS,), "uint32")) for name in ("source", "target")
+        )
+        with launch([_COPIED_WORDS // (threads * each)], threads) as (group, thread):
+            first = held(group * (threads * each) + thread)
+            words = [T.bind(source[first + i * threads]) for i in range(each)]
+            for i, word in enumerate(words):
+                put(target, word, first + i * threads)
+    return script.get()
 
 
 def entry_of(library: Path) -> Any:
@@ -59,7 +85,7 @@ def main(
     kernels: Callable[[Any], Iterator[tuple[str, tirx.PrimFunc]]],
     measure: Callable[[argparse.Namespace, Device], Iterator[dict[str, Any]]],
 ) -> None:
-    """Compile, or run and print a line of JSON for each result.
+    """Compile, or run and print a line of JSON for the rates of copies and for each result.
 
     Parameters
     ----------
@@ -82,16 +108,18 @@ def main(
     args = parser.parse_args()
     if args.what == "run":
         device = Device.open(args.device)
-        rate = copy_rate(device) / 1e12
+        rate = copy_rate(device, entry_of(args.directory / f"{_COPY}.so")) / 1e12
+        driver = copy_rate(device, lambda source, target: source.copyto(target)) / 1e12
+        print(json.dumps({"copy_tb_per_s": rate, "driver_copy_tb_per_s": driver}), flush=True)
         for row in measure(args, device):
-            row |= {"copy_tb_per_s": rate, "of_copy": row["tb_per_s"] / rate}
+            row |= {"of_copy": row["tb_per_s"] / rate}
             print(json.dumps(row), flush=True)
         return
     from kvq.compiler.gpu_target import gpu_target
 
     target = gpu_target(args.device)
     args.directory.mkdir(parents=True, exist_ok=True)
-    for name, func in kernels(target.kernels):
+    for name, func in ((_COPY, _copy_kernel()), *kernels(target.kernels)):
         module = tvm.IRModule({ENTRY: func.with_attr("global_symbol", ENTRY)})
         built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
         built.export_library(str(args.directory / f"{name}.so"))

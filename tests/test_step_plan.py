@@ -56,6 +56,19 @@ def test_decode_splits_a_long_row_and_merges_it() -> None:
     assert plan.merge_tasks[: plan.plan_counts[3]].tolist() == [[0, 0, 4]]
 
 
+@pytest.mark.parametrize(("units", "sizes"), [(9, [1] * 4), (4, [2, 2])])
+def test_on_a_gpu_parts_fill_it_once(units: int, sizes: list[int]) -> None:
+    plan = make_plan(heads=8)
+    plan.on_gpu = True
+    advance(plan, 16 * P * 3 + 5)
+    build_step(plan, [(0, 1)], units)
+    tasks = attention(plan)
+    assert [end - start for *_, start, end, _ in tasks] == sizes
+    assert [task[5] for task in tasks] == sorted((task[5] for task in tasks), reverse=True)
+    assert plan.merge_tasks[: plan.plan_counts[3]].tolist() == [[0, 0, len(sizes)]]
+    assert sorted(task[6] for task in tasks) == list(range(len(sizes)))
+
+
 @pytest.mark.parametrize(("threads", "heads", "slots"), [(1, 8, 64), (2, 3, 3), (2, 8, 0)])
 def test_no_split_without_need_or_slots(threads: int, heads: int, slots: int) -> None:
     plan = make_plan(heads, slots)
@@ -92,7 +105,7 @@ def test_shares_of_a_prefill_cost_about_the_same() -> None:
 
 def test_a_gpu_takes_the_longest_tasks_first() -> None:
     plan = make_plan()
-    plan.longest_first = True
+    plan.on_gpu = True
     plan.cache.add_sequence("a")
     build_step(plan, [("a", 40 * P)], 4)
     tasks = plan.attention_tasks[: plan.plan_counts[2]]

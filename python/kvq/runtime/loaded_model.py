@@ -70,7 +70,7 @@ class LoadedModel:
             meta.split_pages,
             meta.split_slots,
             meta.tile_rows,
-            longest_first=library.device.kind != "cpu",
+            on_gpu=library.device.kind != "cpu",
         )
         self.faults = np.zeros(2, np.int64)
         self._driver = CudaDriver() if library.device.kind == "cuda" else None

@@ -6,12 +6,14 @@ in place; a library wraps ``positions[:n]`` and the rest as tensors without a co
 Attention work is cut into tasks. A task never changes a result, only who computes it: rows are
 tiled, and where tasks are scarce a row's splits become tasks of their own, whose partial results a
 merge task adds up. A CPU's kernels run tasks x KV heads on the threads in equal, contiguous shares, so
-tasks of unequal cost are dealt out to those shares. A GPU takes tasks in order, the longest first.
+tasks of unequal cost are dealt out to those shares. A GPU takes tasks in order, the longest first; of a split
+row a task has as many splits as leave no task waiting, since each begins and ends with work of its own.
 """
 
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,8 @@ from kvq.runtime.kv_cache import Append, PagedKVCache, SequenceId
 ALIGNMENT = 64
 #: Pieces of work (tasks x KV heads) a thread should get, so that unequal ones even out.
 UNITS_PER_THREAD = 4
+#: Workgroups of decode attention that a multiprocessor of a GPU runs at once.
+GROUPS_PER_UNIT = 4
 #: Tiles are not cut below this, however many threads are idle: every task reads all its keys again.
 MIN_TILE_ROWS = 4
 
@@ -56,8 +60,9 @@ class StepPlan:
     split_pages, scratch_slots, tile_rows : int
         ``attention`` of the library's metadata: pages of a split, slots for partial results, and most
         rows of a task.
-    longest_first : bool
-        Order attention tasks by their cost, for a GPU; else deal them out to ``threads`` shares.
+    on_gpu : bool
+        Order attention tasks by their cost, of as many splits as suits ``threads`` multiprocessors; else deal
+        them out to ``threads`` shares, a split of a split row each.
 
     Attributes
     ----------
@@ -86,14 +91,14 @@ class StepPlan:
         split_pages: int,
         scratch_slots: int,
         tile_rows: int = 16,
-        longest_first: bool = False,
+        on_gpu: bool = False,
     ) -> None:
         self.cache = cache
         self.max_rows = max_rows
         self.split_pages = split_pages
         self.scratch_slots = scratch_slots
         self.tile_rows = tile_rows
-        self.longest_first = longest_first
+        self.on_gpu = on_gpu
         num_open = cache.open_pages.num_open
         self.positions = aligned_zeros((max_rows,), np.int32)
         self.append_slots = aligned_zeros((max_rows,), np.int32)
@@ -217,8 +222,9 @@ def _fill(plan: StepPlan, appends: list[Append], rows: int) -> None:
 def _fill_attention(plan: StepPlan, threads: int) -> None:
     """The tasks of attention and of merging, in the order in which the device should take them."""
     tasks, merges = _attention(plan.spans, plan, threads)
-    if plan.longest_first:
-        tasks.sort(key=_splits, reverse=True)
+    if plan.on_gpu:
+        # of equal ones a row's last: with it is the row's own page
+        tasks.sort(key=lambda task: (_splits(task), task[5]), reverse=True)
     else:
         tasks = _deal(tasks, threads)
     plan.attention_tasks[: len(tasks)] = tasks
@@ -244,21 +250,36 @@ def _attention(
         tile //= 2
         count = sum(-(-(end - first) // tile) for first, end, *_ in spans)
     may_split = count * heads < threads * UNITS_PER_THREAD
-    used = 0
+    together, used = 1, 0
+    if plan.on_gpu:
+        splits = [page // split_pages + 1 - seen // split_pages for *_, page, seen in spans]
+        together = splits_together(sum(splits) * heads, threads)
     tasks: list[_Task] = []
     merges: list[tuple[int, int, int]] = []
     for first, end, table, row_page, page, seen in spans:
         low, high = seen // split_pages, page // split_pages + 1
-        count = high - low
-        if may_split and 1 < count <= slots - used and end == first + 1:
-            slot = used - low
-            tasks.extend((first, end, table, row_page, s, s + 1, slot + s) for s in range(low, high))
-            merges.append((first, used, count))
-            used += count
+        parts = cut_row(low, high, together)
+        if may_split and 1 < len(parts) <= slots - used and end == first + 1:
+            own = (first, end, table, row_page)
+            tasks.extend((*own, *part, used + i) for i, part in enumerate(parts))
+            merges.append((first, used, len(parts)))
+            used += len(parts)
             continue
         for row in range(first, end, tile):
             tasks.append((row, min(row + tile, end), table, row_page, low, high, -1))
     return tasks, merges
+
+
+def splits_together(splits: int, units: int) -> int:
+    """Of ``splits`` (times KV heads), those that a task should have on a GPU of ``units`` multiprocessors."""
+    return max(1, -(-splits // (units * GROUPS_PER_UNIT)))
+
+
+def cut_row(low: int, high: int, together: int) -> list[tuple[int, int]]:
+    """Splits ``low .. high - 1`` of a row in parts of about ``together``: first and end of each."""
+    parts = max(1, (2 * (high - low) + together) // (2 * together))
+    bounds = [low + i * (high - low) // parts for i in range(parts + 1)]
+    return list(pairwise(bounds))
 
 
 def _splits(task: _Task) -> int:

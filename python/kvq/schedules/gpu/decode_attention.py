@@ -1,8 +1,8 @@
 """paged_attention of a decode step: a workgroup has a row, the heads of a group, and several pages at once.
 
 :mod:`.decode_tile` says who does what. Of its page each crew makes scores (:mod:`.page_keys`), weights, and
-sums of values (:mod:`.page_values`), with an online softmax of its own; five barriers serve for all crews. At
-the end the crews' results are merged. What a row's splits leave in ``attention_scratch`` is merged by a
+sums of values (:mod:`.page_values`), with an online softmax of its own; seven barriers serve for all crews.
+At the end the crews' results are merged. What a row's splits leave in ``attention_scratch`` is merged by a
 second launch (:mod:`.attention_merge`).
 """
 
@@ -129,16 +129,17 @@ class _Kernel:
                 own, lambda: each_own(a, task, self.kv_head, lambda row: keys.add_rows(lambda i: row(0, i)))
             ),
         )
-        sync()
-        self._hand_over(keys)
         if self.queries.quantized:
+            sync()  # the queries give their place to scores
             self.reduction.combine(add)
+        self._hand_over(keys)
         sync()
         scores = self._scores(index, sealed, own, keys, tokens)
         self._gather(following)
         sync()
         self.reduction.combine(T.max)
         sync()
+        when(sealed, lambda: values.fetch(a.pool, self._unit(index)))
         self._weigh(scores, scale, tokens)
         sync()
         values.fade([T.bind(self.fades[i]) for i in self.heads])
@@ -313,7 +314,6 @@ def decode_attention(
         grid = [layout.num_kv_heads, T.cast(a.num_tasks, "int32")]
         with launch(grid, tile.threads) as (kv_head, at, thread):
             kernel = _Kernel(a, tile, dtype, variant, thread)
-            # the last ones have their row's own page, which takes longest: they start first
-            when(at < a.counts[2], lambda: kernel.run(a.counts[2] - 1 - at, kv_head))
+            when(at < a.counts[2], lambda: kernel.run(at, kv_head))
         merge_rows(a, layout, num_heads, dtype)
     return script.get()

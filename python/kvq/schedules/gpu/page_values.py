@@ -44,7 +44,10 @@ class ValueSums:
         step = 2 if self.raw_halves else 1
         self.channels = -(-layout.head_dim // (lanes * step)) * step
         self.sums = local((count, self.channels), "float32")
-        self.words, self.following = (local((self.channels,), "uint32") for _ in range(2))
+        # rows of words that are fetched ahead: one takes longer to come than the thread needs for one
+        self._ahead = 2 if isinstance(stride, int) and stride == 1 and self._rows % 2 == 0 else 1
+        self.words = local((self.channels,), "uint32")
+        self.following = local((self._ahead, self.channels), "uint32")
 
     def _each(self, count, body) -> None:
         """Emit ``body(i)`` for the thread's share of ``count``."""
@@ -114,25 +117,35 @@ class ValueSums:
 
         self._each(T.truncdiv(count + (together - 1), together), some)
 
+    def fetch(self, pool, unit) -> None:
+        """Load the first codes of a sealed page, to be added next."""
+        if self.layout.v_bits is not None:
+            for i in range(self._ahead):
+                self._fetch(pool, unit, self.first + i, i)
+
     def add_page(self, pool, unit) -> None:
-        """Add a sealed page."""
+        """Add a sealed page, of which the first codes are there."""
         page, bits = self.layout.page_size, self.layout.v_bits
         if bits is None:
             self._for_tokens(page, lambda token: self._raw(pool, unit, token))
             return
-        self._fetch(pool, unit, self.first)
-        self._each(self._rows, lambda row: self._codes(pool, unit, row))
+
+        def rows(step):
+            for i in range(self._ahead):
+                self._codes(pool, unit, held(step * self._ahead + i), i)
+
+        self._each(self._rows // self._ahead, rows)
 
     @property
     def _rows(self) -> int:
         """Rows of words of a page."""
         return self.layout.page_size * (self.layout.v_bits or 0) // CODES_PER_CHUNK
 
-    def _fetch(self, pool, unit, row) -> None:
-        """Load a row of words, or the last one, to be added next."""
+    def _fetch(self, pool, unit, row, place: int) -> None:
+        """Load a row of words, or the last one, to be added later."""
         start = T.bind(T.min(row, self._rows - 1) * self.layout.head_dim + self.layout.v_offset)
         for k in range(self.channels):
-            put(self.following, pool[(*unit, start + self._read(k))], k)
+            put(self.following, pool[(*unit, start + self._read(k))], place, k)
 
     def _raw(self, pool, unit, token) -> list:
         """The values of a token of an unquantized page."""
@@ -147,16 +160,16 @@ class ValueSums:
                 values.append(T.bind(T.reinterpret("float32", word)))
         return values
 
-    def _codes(self, pool, unit, row) -> None:
+    def _codes(self, pool, unit, row, fetched: int) -> None:
         """A row of words: codes ``c`` as ``c - 2**(bits - 1)``. Every word stands for itself.
 
-        The row was fetched before; the next one is, meanwhile.
+        The row was fetched before; a later one is, meanwhile.
         """
         bits, channels = self.layout.v_bits or 0, range(self.channels)
         middle = 2 ** (bits - 1)
         for k in channels:
-            put(self.words, self.following[k], k)
-        self._fetch(pool, unit, row + self.stride)
+            put(self.words, self.following[fetched, k], k)
+        self._fetch(pool, unit, row + self.stride * self._ahead, fetched)
         place = held(T.truncmod(row, bits))
         first, whole = held(T.truncdiv(row, bits) * CODES_PER_CHUNK), whole_codes(bits)
         token = held(place * whole + first)

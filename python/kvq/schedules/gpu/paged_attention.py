@@ -104,6 +104,11 @@ class _Kernel:
             def seen(state):
                 return T.Select(sealed, page, offset(state) + 1)
 
+            def add_sealed():
+                where = unit(index)
+                values.fetch(a.pool, where)
+                values.add_page(a.pool, where)
+
             def add_own():
                 end = own_end(a, self.layout, task)
                 each_own(a, task, head, lambda row: values.add_rows(lambda i: row(1, i), end))
@@ -117,7 +122,7 @@ class _Kernel:
             softmax.weigh(T.bitwise_and(index, 1))
             sync()
             values.fade([T.bind(memory.factors[state]) for state in states])
-            either(sealed, lambda: values.add_page(a.pool, unit(index)), add_own)
+            either(sealed, add_sealed, add_own)
             sync()
 
         def prepare_first():
