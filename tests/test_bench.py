@@ -13,7 +13,7 @@ from kvq.bench.contexts import Decoding, fill, fill_all
 from kvq.bench.step_peers import check_peers
 from kvq.bench.step_plot import check_plot, plot_rates, write_csv
 from kvq.bench.timing import take_turns
-from kvq.cli.bench import numbers
+from kvq.cli.bench_model import numbers
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 from kvq.runtime.kv_cache import PagedKVCache

@@ -56,6 +56,8 @@ class Comparison:
         Optimization level of the libraries.
     report : callable, optional
         Called with what is being done.
+    activations : str, optional
+        As of :func:`~kvq.build.prepare_model`.
     device : str
         Device that the model runs on.
     random_weights : bool
@@ -77,6 +79,7 @@ class Comparison:
         opt: str,
         report: Report | None = None,
         *,
+        activations: str | None = None,
         device: str = "cpu",
         random_weights: bool = False,
         libraries: Sequence[Path] | None = None,
@@ -97,6 +100,7 @@ class Comparison:
                 scheme,
                 device=device,
                 opt=opt,
+                activations=activations,
                 model_lib=libraries[at] if libraries else None,
                 report=report,
             )

@@ -12,7 +12,7 @@ from kvq.bench.contexts import Decoding, fill, fill_all
 from kvq.bench.shape import shape_directory, shape_libraries
 from kvq.bench.step_peers import StepPeer, make_peer
 from kvq.bench.timing import take_turns, timed
-from kvq.build import DEFAULT_QUANTIZATION
+from kvq.build import DEFAULT_ACTIVATIONS, DEFAULT_QUANTIZATION
 from kvq.compare import Comparison
 from kvq.errors import check_positive
 from kvq.runtime.loaded_model import LoadedModel
@@ -32,7 +32,7 @@ class BenchSetup:
         whose weights are made up on the device.
     schemes : sequence of str
         Cache schemes.
-    quantization, opt, device : str
+    quantization, opt, activations, device : str
         As the command line takes them.
     libraries : Path, optional
         Directory of compiled libraries of the shape (:func:`kvq.bench.shape.shape_libraries`).
@@ -44,6 +44,7 @@ class BenchSetup:
     schemes: Sequence[str]
     quantization: str | None = None
     opt: str = "O2"
+    activations: str = DEFAULT_ACTIVATIONS
     device: str = "cpu"
     random_weights: bool = False
     libraries: Path | None = None
@@ -62,13 +63,16 @@ class BenchSetup:
             quantization = self.quantization or DEFAULT_QUANTIZATION
             model = str(shape_directory(self.model, quantization, context))
             if self.libraries is not None:
-                libraries = shape_libraries(self.libraries, self.model, quantization, self.schemes)
+                libraries = shape_libraries(
+                    self.libraries, self.model, quantization, self.schemes, self.activations
+                )
         return Comparison(
             model,
             self.quantization,
             self.schemes,
             self.opt,
             report,
+            activations=self.activations,
             device=self.device,
             random_weights=self.random_weights,
             libraries=libraries,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvq.build import DEFAULT_ACTIVATIONS
 from kvq.cache_dir import default_cache_dir
 from kvq.config import CHAT_CONFIG_NAME, ChatConfig
 from kvq.errors import ConfigError, LibraryError
@@ -54,12 +55,19 @@ def shape_directory(name: str, quantization: str, context_window_size: int) -> P
     return directory
 
 
-def _library(directory: Path, name: str, quantization: str, scheme: str) -> Path:
+def _library(directory: Path, name: str, quantization: str, scheme: str, activations: str) -> Path:
     weights, _ = resolve(quantization, None)
-    return directory / f"{name}-{weights.name}-{scheme.replace('=', '').replace(':', '-')}.so"
+    asked = "" if activations == DEFAULT_ACTIVATIONS else f"-{activations}"
+    return directory / f"{name}-{weights.name}-{scheme.replace('=', '').replace(':', '-')}{asked}.so"
 
 
-def shape_libraries(directory: Path, name: str, quantization: str, schemes: Sequence[str]) -> list[Path]:
+def shape_libraries(
+    directory: Path,
+    name: str,
+    quantization: str,
+    schemes: Sequence[str],
+    activations: str = DEFAULT_ACTIVATIONS,
+) -> list[Path]:
     """The libraries that :func:`compile_shape` wrote, one a cache scheme.
 
     Raises
@@ -67,7 +75,7 @@ def shape_libraries(directory: Path, name: str, quantization: str, schemes: Sequ
     LibraryError
         If one is missing.
     """
-    paths = [_library(directory, name, quantization, scheme) for scheme in schemes]
+    paths = [_library(directory, name, quantization, scheme, activations) for scheme in schemes]
     for path in paths:
         if not path.is_file():
             raise LibraryError(f"{path}: no such library: write it with --compile-only")
@@ -84,6 +92,7 @@ def compile_shape(
     device: str,
     cuda_arch: str | None = None,
     opt: str = "O2",
+    activations: str = DEFAULT_ACTIVATIONS,
     report: Callable[[str], None] | None = None,
 ) -> list[Path]:
     """Compile a library for each cache scheme, for a machine that cannot; no GPU is needed.
@@ -98,11 +107,17 @@ def compile_shape(
     source = shape_directory(name, quantization, context_window_size)
     made = []
     for scheme in schemes:
-        path = _library(directory, name, quantization, scheme)
+        path = _library(directory, name, quantization, scheme, activations)
         if report is not None:
             report(f"compiling {path.name}")
         compile_model(
-            source, path, device=device, opt=opt, cuda_arch=cuda_arch, overrides=f"kv_quantization={scheme}"
+            source,
+            path,
+            device=device,
+            opt=opt,
+            activations=activations,
+            cuda_arch=cuda_arch,
+            overrides=f"kv_quantization={scheme}",
         )
         made.append(path)
     return made

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from kvq.cli import bench_attention, bench_serve
+from kvq.cli.bench_model import add_model, bench_setup, compile_libraries, numbers
 
 NAME = "bench"
 
@@ -57,30 +56,10 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="smollm2, a .gguf file, a checkpoint, or a converted directory"
-    )
-    parser.add_argument(
-        "--quantization", metavar="Q", help="weight scheme (default: the model's own, else q4f16_1)"
-    )
+    add_model(parser, ["cpu", "cuda", "vulkan"])
     parser.add_argument(
         "--kv", metavar="LIST", default="none,int4,int3", help="cache schemes (default: %(default)s)"
     )
-    parser.add_argument("--opt", default="O2", help="optimization level (default: %(default)s)")
-    devices = ["cpu", "cuda", "vulkan"]
-    parser.add_argument("--device", default="cpu", choices=devices, help="default: %(default)s")
-    parser.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="MODEL is a shape such as llama-3-8b; its weights are made up on the device",
-    )
-    parser.add_argument(
-        "--libraries", metavar="DIR", help="libraries of the shape, which --compile-only has written"
-    )
-    parser.add_argument(
-        "--compile-only", action="store_true", help="compile the shape into --libraries, no GPU needed"
-    )
-    parser.add_argument("--cuda-arch", metavar="LIST", help="with --compile-only, such as sm_90a")
     parser.add_argument(
         "--peer", metavar="LIST", help="beside PyTorch on the same shape, in fp16: torch, torch-compile"
     )
@@ -91,55 +70,25 @@ def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
-def numbers(text: str, flag: str) -> list[int]:
-    """Read ``128,2048``.
-
-    Raises
-    ------
-    ConfigError
-        If something in it is no whole number.
-    """
-    from kvq.errors import ConfigError
-
-    try:
-        found = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        found = []
-    if not found:
-        raise ConfigError(f"{flag} {text!r}: give whole numbers separated by commas, such as 128,2048")
-    return found
-
-
 def run(args: argparse.Namespace) -> int:
     """Run ``kvq bench decode`` or ``kvq bench prefill``."""
-    from kvq.bench.run import BenchSetup, bench_decode, bench_prefill
+    from kvq.bench.run import bench_decode, bench_prefill
     from kvq.bench.step_peers import check_peers
     from kvq.bench.step_plot import check_plot, plot_rates, write_csv
     from kvq.cli.tables import error_console
     from kvq.compare import parse_schemes
-    from kvq.errors import ConfigError
 
-    if (args.libraries or args.compile_only) and not (args.random_weights and args.libraries):
-        raise ConfigError("--libraries goes with --random-weights, --compile-only with both")
     at = "context" if args.kind == "decode" else "tokens"
     sizes = numbers(getattr(args, at), f"--{at}")
     peers = [name.strip() for name in (args.peer or "").split(",") if name.strip()]
     check_peers(peers)
     if args.plot:
         check_plot(args.plot)
-    setup = BenchSetup(
-        args.model,
-        parse_schemes(args.kv),
-        args.quantization,
-        args.opt,
-        args.device,
-        args.random_weights,
-        Path(args.libraries) if args.libraries else None,
-        peers,
-    )
+    setup = bench_setup(args, parse_schemes(args.kv), peers)
     with error_console().status("") as status:
         if args.compile_only:
-            return _compile(args, setup, max(sizes), status.update)
+            compile_libraries(args, setup, max(sizes) + getattr(args, "steps", 0), status.update)
+            return 0
         if args.kind == "decode":
             batches = numbers(args.batch, "--batch")
             rows = bench_decode(
@@ -155,26 +104,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(rows, indent=2))
     else:
         _print(f"{args.kind}, {args.model}", ["batch", "context"] if at == "context" else [at], rows)
-    return 0
-
-
-def _compile(args: argparse.Namespace, setup: Any, most_tokens: int, report: Callable[[str], None]) -> int:
-    """Write the libraries and their names."""
-    from kvq.bench.shape import compile_shape
-    from kvq.build import DEFAULT_QUANTIZATION
-
-    for path in compile_shape(
-        setup.libraries,
-        setup.model,
-        setup.quantization or DEFAULT_QUANTIZATION,
-        setup.schemes,
-        most_tokens + getattr(args, "steps", 0),
-        device=setup.device,
-        cuda_arch=args.cuda_arch,
-        opt=setup.opt,
-        report=report,
-    ):
-        print(path)
     return 0
 
 
