@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import tvm
-import tvm_ffi
 
 from kvq.bench.attention_case import AttentionCase
 from kvq.bench.attention_kernels import kernel_path, read_kernel, write_kernel
@@ -218,15 +217,13 @@ class AttentionRun:
         copies = len(self._pools)
         rounds = -(-LAUNCHES // copies)
 
-        def work() -> None:
-            with tvm_ffi.use_raw_stream(self.device.handle, driver.stream.value or 0):
-                for _ in range(rounds):
-                    for copy in range(copies):
-                        self.launch(copy)
+        def launch_all() -> None:
+            for _ in range(rounds):
+                for copy in range(copies):
+                    self.launch(copy)
 
-        work()
-        driver.synchronize()
-        return [t / (rounds * copies) for t in driver.time_graph(driver.capture(work), REPLAYS)]
+        times = driver.time_replays(self.device.handle, launch_all, REPLAYS)
+        return [t / (rounds * copies) for t in times]
 
 
 def copies_for(cache_bytes: int) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from kvq.runtime.cuda_driver import CudaDriver
 
@@ -16,10 +17,28 @@ class Driver(CudaDriver):
     def __init__(self) -> None:
         super().__init__(blocking=False)
 
-    def time_graph(self, executable: ctypes.c_void_p, rounds: int) -> list[float]:
-        """Seconds of each of ``rounds`` launches, after three that do not count; the graph is freed."""
+    def time_replays(
+        self, device: Any, launch: Callable[[], None], rounds: int, together: int = 1
+    ) -> list[float]:
+        """Seconds of what ``launch`` puts on TVM's stream of ``device``, replayed as a graph.
+
+        One figure a round, of ``together`` replays one behind the other: only the first waits for the host.
+        """
+
+        def work() -> None:
+            with self.current(device):
+                launch()
+
+        work()
+        self.synchronize()
+        executable = self.capture(work)
+
+        def replay() -> None:
+            for _ in range(together):
+                self.launch(executable)
+
         try:
-            return self.time(partial(self.launch, executable), rounds)
+            return [seconds / together for seconds in self.time(replay, rounds)]
         finally:
             self.free_graph(executable)
 

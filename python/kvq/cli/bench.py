@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from kvq.cli import bench_attention, bench_serve
+from kvq.cli import bench_attention, bench_products, bench_serve
 from kvq.cli.bench_model import add_model, bench_setup, compile_libraries, numbers
 
 NAME = "bench"
@@ -17,6 +17,7 @@ _EXAMPLE = """example:
   kvq bench decode llama-3-8b --random-weights --device cuda --context 1024,8192 --batch 1,64 --peer torch
   kvq bench serve smollm2 --clients 16
   kvq bench attention --device cuda
+  kvq bench products llama-3-8b --random-weights
 """
 
 
@@ -46,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--rounds", metavar="N", type=int, default=3, help="default: %(default)s")
     bench_serve.add_kind(kinds)
     bench_attention.add_kind(kinds)
+    bench_products.add_kind(kinds)
 
 
 def _add_kind(kinds: Any, name: str, text: str) -> argparse.ArgumentParser:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,14 @@ class CacheTensors:
         self.pool, self.open, self.workspace, self.scratch = pool, open_pages, workspace, scratch
 
     @property
+    def named(self) -> dict[str, Any]:
+        """The tensors by name."""
+        return {"pool": self.pool, "open": self.open, "workspace": self.workspace, "scratch": self.scratch}
+
+    @property
     def nbytes(self) -> dict[str, int]:
         """Bytes by name, counted from the tensors."""
-        named = {"pool": self.pool, "open": self.open, "workspace": self.workspace, "scratch": self.scratch}
-        return {name: nbytes(tensor) for name, tensor in named.items()}
+        return {name: nbytes(tensor) for name, tensor in self.named.items()}
 
     def copy_open(self, src: int, dst: int) -> None:
         """Copy the rows of open page ``src`` to ``dst``, all layers."""
@@ -145,6 +150,24 @@ class Library:
     def step_function(self, name: str, rows: int) -> Callable[..., Any]:
         """``prefill`` or ``decode``, as it was compiled for a step of ``rows`` rows."""
         return next(func for limit, func in self._steps[name] if limit is None or rows <= limit)
+
+    @contextmanager
+    def watched(self, see: Callable[[str, Any, tuple[Any, ...]], None]) -> Iterator[None]:
+        """Within this, ``see(name, kernel, arguments)`` is called before each kernel of a function that runs.
+
+        A step that a CUDA graph repeats calls none.
+        """
+
+        def instrument(kernel: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
+            if before and not name.startswith("vm."):
+                see(name, kernel, arguments)
+            return 0  # the machine goes on
+
+        self._machine.set_instrument(instrument)
+        try:
+            yield
+        finally:
+            self._machine.set_instrument(None)
 
     def _token_function(self) -> Callable[[Any, Any], Any] | None:
         """Of logits ``float32[n, 1, V]`` and draws ``int32[n, DRAW_FIELDS]`` the tokens ``int32[n]``."""
