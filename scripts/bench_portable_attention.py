@@ -25,7 +25,7 @@ from kvq.quantization.scheme import KVQuantization
 from kvq.runtime.decode_plan import DecodeDevice
 from kvq.runtime.device import Device
 from kvq.runtime.step_plan import cut_row, splits_together
-from portable_bench import LAUNCHES, ROTATION_BYTES, entry_of, main, seconds_of
+from portable_bench import ROTATION_BYTES, entry_of, main, seconds_each
 
 SCHEMES = {name: KVQuantization.parse(name) for name in ("int4", "none")}
 HEADS, HEAD_DIM = Geometry().num_heads, Geometry().head_dim
@@ -98,12 +98,12 @@ def measured(directory: Path, name: str, lengths: list[int], device: Device) -> 
     q, rows, scratch = tensor(case.q), tensor(case.open), tensor(case.scratch)
     out = tensor(np.full(case.q.shape, np.nan, np.float32))
 
-    def launch(copy: int) -> None:
-        function(q, pools[copy], *before, 0, rows, scratch, out)
+    def launch(n: int) -> None:
+        function(q, pools[n % copies], *before, 0, rows, scratch, out)
 
     launch(0)
     error = case.error(out.numpy(), samples=8)
-    seconds = seconds_of(lambda: [launch(n % copies) for n in range(LAUNCHES)], device) / LAUNCHES
+    seconds = seconds_each(launch, device)
     rate = case.cache_bytes / seconds / 1e12
     return {"kv": name, "us": 1e6 * seconds, "tb_per_s": rate, "error": error}
 

@@ -20,7 +20,7 @@ from tvm import tirx
 
 from kvq.quantization.storage import PackedRows, pack_codes
 from kvq.runtime.device import Device
-from portable_bench import LAUNCHES, ROTATION_BYTES, entry_of, main, seconds_of
+from portable_bench import ROTATION_BYTES, entry_of, main, seconds_each
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
 STORAGE = "int4"
@@ -59,11 +59,10 @@ def measured(directory: Path, n: int, k: int, rows: list[int], device: Device) -
         expected = inputs[-1:] @ part.T
         error = np.abs(out.numpy()[-1:, sample] - expected).max() / np.abs(expected).max()
 
-        def work(x: Any = x, out: Any = out) -> None:
-            for i in range(LAUNCHES):
-                function(x, *weights[i % copies], out)
+        def launch(i: int, x: Any = x, out: Any = out) -> None:
+            function(x, *weights[i % copies], out)
 
-        seconds = seconds_of(work, device) / LAUNCHES
+        seconds = seconds_each(launch, device)
         rates = {"tflops": 2e-12 * count * n * k / seconds, "tb_per_s": weight_bytes / seconds / 1e12}
         yield {"n": n, "k": k, "rows": count, "us": 1e6 * seconds, "error": float(error), **rates}
 

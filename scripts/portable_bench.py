@@ -18,23 +18,32 @@ from kvq.runtime.device import Device
 
 #: Bytes of data to rotate over: more than a GPU's L2 holds.
 ROTATION_BYTES = 256 << 20
-LAUNCHES, REPLAYS = 48, 7
+#: Launches of a batch, and batches of each length.
+_SHORT, _LONG, _REPLAYS = 40, 240, 5
 #: Words of a copy that measures the memory, and its library.
 _COPIED_WORDS, _COPY = 1 << 24, "copy"
 #: Seconds of work before anything is measured: an idle GPU's clock is low.
 _WARM_SECONDS = 0.5
 
 
-def seconds_of(work: Callable[[], object], device: Device) -> float:
-    """Median time of a round of work, with the wait for its end, on a GPU that was busy before."""
-    times: list[float] = []
-    begun = time.perf_counter()
-    while len(times) < REPLAYS or time.perf_counter() - begun < _WARM_SECONDS:
+def seconds_each(launch: Callable[[int], object], device: Device) -> float:
+    """Time of a launch among many, ``launch(n)`` the n-th, on a GPU that was busy before.
+
+    From medians of short and of long batches: what a batch costs but once is not counted.
+    """
+
+    def batch(count: int) -> float:
         started = time.perf_counter()
-        work()
+        for n in range(count):
+            launch(n)
         device.synchronize()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times[-REPLAYS:])
+        return time.perf_counter() - started
+
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < _WARM_SECONDS:
+        batch(_SHORT)
+    short, long = (statistics.median(batch(count) for _ in range(_REPLAYS)) for count in (_SHORT, _LONG))
+    return (long - short) / (_LONG - _SHORT)
 
 
 def copy_rate(device: Device, copy: Callable[[Any, Any], object]) -> float:
@@ -44,11 +53,7 @@ def copy_rate(device: Device, copy: Callable[[Any, Any], object]) -> float:
         for _ in range(ROTATION_BYTES // (4 * _COPIED_WORDS))
     ]
 
-    def work() -> None:
-        for n in range(LAUNCHES):
-            copy(*pairs[n % len(pairs)])
-
-    return LAUNCHES * 8 * _COPIED_WORDS / seconds_of(work, device)
+    return 8 * _COPIED_WORDS / seconds_each(lambda n: copy(*pairs[n % len(pairs)]), device)
 
 
 def _copy_kernel() -> tirx.PrimFunc:
