@@ -150,27 +150,32 @@ class AttentionArguments(NamedTuple):
 
 
 def attention_arguments(
-    layout: KVLayout, num_heads: int, dtype: str, sinks: bool = False, task_fields: int = TASK_FIELDS
+    layout: KVLayout,
+    num_heads: int,
+    dtype: str,
+    sinks: bool = False,
+    task_fields: int = TASK_FIELDS,
+    rows: str = "int64",
 ) -> AttentionArguments:
     """Declare q ``float32[n, Hq, D]`` (rotated, scaled), kv_pool, kv_workspace, positions, page_table,
     plan_counts, attention_tasks ``int32[.., task_fields]``, merge_tasks, sinks ``float32[Hq]`` (None
     without), layer, kv_open, attention_scratch and out ``dtype[n, Hq, D]``.
     """
     dim = layout.head_dim
-    n, num_open, num_tasks = _size("n"), _size("num_open"), _size("num_tasks")
+    n, num_open, num_tasks = _size("n", rows), _size("num_open"), _size("num_tasks", rows)
     return AttentionArguments(
         q=_buffer("q", (n, num_heads, dim), "float32"),
         pool=_buffer("pool", layout.pool_shape(_size("num_pages")), "uint32"),
-        workspace=_workspace(layout, "int64"),
+        workspace=_workspace(layout, rows),
         positions=_buffer("positions", (n,), "int32"),
-        table=_buffer("table", (_size("table_size"),), "int32"),
+        table=_buffer("table", (_size("table_size", rows),), "int32"),
         counts=_buffer("counts", (4,), "int32"),
         tasks=_buffer("tasks", (num_tasks, task_fields), "int32"),
-        merges=_buffer("merges", (_size("num_merges"), 3), "int32"),
+        merges=_buffer("merges", (_size("num_merges", rows), 3), "int32"),
         sinks=_buffer("sinks", (num_heads,), "float32") if sinks else None,
         layer=builder.arg("layer", T.int64()),
         kv_open=_buffer("kv_open", layout.open_shape(num_open), layout.row_dtype),
-        scratch=_buffer("scratch", (_size("num_slots"), num_heads, dim + SCRATCH_EXTRA), "float32"),
+        scratch=_buffer("scratch", (_size("num_slots", rows), num_heads, dim + SCRATCH_EXTRA), "float32"),
         out=_buffer("out", (n, num_heads, dim), dtype),
         num_open=num_open,
         num_tasks=num_tasks,

@@ -310,7 +310,7 @@ def decode_attention(
     layout = tile.layout
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        a = attention_arguments(layout, num_heads, dtype, variant.sinks)
+        a = attention_arguments(layout, num_heads, dtype, variant.sinks, rows="int32")
         grid = [layout.num_kv_heads, T.cast(a.num_tasks, "int32")]
         with launch(grid, tile.threads) as (kv_head, at, thread):
             kernel = _Kernel(a, tile, dtype, variant, thread)

@@ -246,7 +246,7 @@ def paged_attention(
 
     with IRBuilder() as script, builder.prim_func(is_private=True):
         T.func_attr(ATTRIBUTES)
-        a = attention_arguments(layout, num_heads, dtype, variant.sinks)
+        a = attention_arguments(layout, num_heads, dtype, variant.sinks, rows="int32")
         with launch([layout.num_kv_heads, T.cast(a.num_tasks, "int32")], THREADS) as (head, at, thread):
             kernel = _Kernel(a, tile, dtype, variant)
             memory, scales = softmax_memory(tile), KeyScales(layout, thread)
