@@ -5,7 +5,7 @@ import pytest
 
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
-from kvq.quantization import fragments, kv_codec, lanes
+from kvq.quantization import fragments, kv_codec, kv_words, lanes
 
 BITS = (8, 4, 3, 2)
 
@@ -84,7 +84,7 @@ def test_a_tile_of_key_codes_has_one_width(bits, page, dim):
     codes = kv_codec.unpack_unit(words, layout)["k_codes"]
     count = page * dim * bits // 1024
     lanes = words[: 32 * count].reshape(-1, 32, np.gcd(count, 4)).swapaxes(0, 1).reshape(32, count)
-    order, at = kv_codec.key_order(widths).reshape(-1, 2), 0
+    order, at = kv_words.key_order(widths).reshape(-1, 2), 0
     for first in range(0, page // 16, layout.k_block_tokens // 16):
         for width, steps in ((bits + 1, wide // 16), (bits, (dim - 2 * wide) // 16), (bits - 1, wide // 16)):
             start = {bits + 1: 0, bits: wide // 16, bits - 1: (dim - wide) // 16}[width]

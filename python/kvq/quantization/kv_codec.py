@@ -1,7 +1,7 @@
 """Numpy reference of the KV formats: what a sealed page holds, bit for bit.
 
 The kernels must produce exactly these words. Arithmetic is float32 in the order written here; the
-layout of the words is :class:`kvq.layout.KVLayout`'s.
+layout of the words is :class:`kvq.layout.KVLayout`'s, how numbers become words :mod:`.kv_words`'s.
 
 Keys have a scale and a minimum per channel over the page. The scale is a minifloat, rounded up so
 that the range of the page is never clipped, relative to a power of two kept per page and head. Where
@@ -21,7 +21,7 @@ from kvq.layout import (
     SCALE_MIN_EXPONENT,
     KVLayout,
 )
-from kvq.quantization import fragments, lanes
+from kvq.quantization import fragments, kv_words
 
 #: A scale's float32 bits, shifted down to its 4 mantissa bits, minus those of its code, is
 #: ``16 * (base + _EXPONENT_OFFSET)``.
@@ -83,16 +83,6 @@ def key_widths(k: np.ndarray, queries: np.ndarray | None, layout: KVLayout) -> n
     return np.concatenate([widths, widths], axis=-1)
 
 
-def key_order(widths: np.ndarray) -> np.ndarray:
-    """Channels in the order in which their codes are stored: int64 ``[..., head_dim]``, from their widths.
-
-    Widest first; of one width, pair by pair.
-    """
-    half = widths.shape[-1] // 2
-    first = np.argsort(-widths[..., :half], axis=-1, kind="stable")
-    return np.stack([first, first + half], axis=-1).reshape(widths.shape)
-
-
 def quantize_keys(
     k: np.ndarray, bits: int | np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -138,38 +128,6 @@ def key_scale(scale_codes: np.ndarray, base: np.ndarray) -> np.ndarray:
     return (log_code.astype(np.uint32) << np.uint32(19)).view(np.float32)
 
 
-def carried_masks(num_bits: int, page_size: int) -> np.ndarray:
-    """The lowest bits of each token's V scale that a header occupies, uint32 ``[page_size]``."""
-    every, rest = divmod(num_bits, page_size)
-    return (np.uint32(1) << (every + (np.arange(page_size) < rest)).astype(np.uint32)) - np.uint32(1)
-
-
-def _to_carried(header: np.ndarray, page_size: int) -> np.ndarray:
-    """Bits ``[..., n]`` of the header dealt out to the tokens, uint32 ``[..., page_size]``."""
-    carried = np.zeros((*header.shape[:-1], page_size), np.uint32)
-    for i in range(header.shape[-1]):
-        carried[..., i % page_size] |= header[..., i] << np.uint32(i // page_size)
-    return carried
-
-
-def _from_carried(scale: np.ndarray, num_bits: int) -> np.ndarray:
-    """The header's bits, uint32 ``[..., num_bits]``, from the V scales ``[..., page_size]``."""
-    raw, page_size = scale.view(np.uint16).astype(np.uint32), scale.shape[-1]
-    bits = [raw[..., i % page_size] >> np.uint32(i // page_size) for i in range(num_bits)]
-    return np.stack(bits, axis=-1) & np.uint32(1)
-
-
-def key_header(base: np.ndarray, widths: np.ndarray | None, bits: int) -> np.ndarray:
-    """The bits of the K header, uint32 ``[..., 8]`` or ``[..., 8 + head_dim]`` where widths are mixed."""
-    header = (base.astype(np.uint32)[..., None] >> np.arange(BASE_BITS, dtype=np.uint32)) & np.uint32(1)
-    if widths is None:
-        return header
-    pairs = widths[..., : widths.shape[-1] // 2]
-    return np.concatenate(
-        [(pairs > bits).astype(np.uint32), (pairs < bits).astype(np.uint32), header], axis=-1
-    )
-
-
 def quantize_values(
     v: np.ndarray, bits: int, header: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -197,65 +155,12 @@ def quantize_values(
     scale_bits = np.maximum(scale_bits & 0x7FFF, 2) | (scale_bits & 0x8000)
     if header is not None:
         page = v.shape[-2]
-        masks = carried_masks(header.shape[-1], page)
-        scale_bits += (_to_carried(header, page) - scale_bits) & masks
+        masks = kv_words.carried_masks(header.shape[-1], page)
+        scale_bits += (kv_words.to_carried(header, page) - scale_bits) & masks
     scale = scale_bits.astype(np.uint16).view(np.float16)
     inverse = np.float32(1) / scale.astype(np.float32)
     codes = np.clip(np.rint(v * inverse[..., None]) + np.float32(half), 0, 2**bits - 1)
     return codes.astype(np.uint32), scale
-
-
-def _pack_keys(codes: np.ndarray, layout: KVLayout, widths: np.ndarray | None) -> np.ndarray:
-    """Words of key codes ``[..., page, head_dim]`` in the order of the layout; ``widths`` where mixed."""
-    if layout.order == "fragments":
-        widths = np.full((*codes.shape[:-2], layout.head_dim), layout.k_bits) if widths is None else widths
-        return fragments.pack_keys(codes, layout, key_order(widths))
-    return lanes.pack_keys(codes, layout, None if widths is None else key_order(widths))
-
-
-def _unpack_keys(words: np.ndarray, layout: KVLayout, widths: np.ndarray) -> np.ndarray:
-    """The inverse of :func:`_pack_keys`."""
-    if layout.order == "fragments":
-        return fragments.unpack_keys(words, layout, key_order(widths))
-    return lanes.unpack_keys(words, layout, key_order(widths) if len(layout.k_classes) > 1 else None)
-
-
-def _pack_values(codes: np.ndarray, layout: KVLayout) -> np.ndarray:
-    """Words of value codes ``[..., page, head_dim]`` in the order of the layout."""
-    if layout.order == "fragments":
-        return fragments.pack(codes, layout.v_bits or 0, fragments.VALUES)
-    return lanes.pack_values(codes, layout)
-
-
-def _unpack_values(words: np.ndarray, layout: KVLayout) -> np.ndarray:
-    """The inverse of :func:`_pack_values`."""
-    if layout.order == "fragments":
-        return fragments.unpack(words, layout, layout.v_bits or 0, fragments.VALUES)
-    return lanes.unpack_values(words, layout)
-
-
-def _as_words(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x).view(np.uint32)
-
-
-def _pack_rows(rows: np.ndarray, layout: KVLayout, side: fragments.Side) -> np.ndarray:
-    """Words of an unquantized component of a page, from its rows ``[..., page, head_dim]``."""
-    if layout.order == "fragments" and layout.row_dtype == "float16":
-        return fragments.pack(rows.view(np.uint16), 16, side)
-    if layout.order == "lanes" and side is fragments.KEY_ROWS:
-        rows = np.swapaxes(rows, -1, -2)
-    return _as_words(rows.reshape(*rows.shape[:-2], -1))
-
-
-def _unpack_rows(words: np.ndarray, layout: KVLayout, side: fragments.Side) -> np.ndarray:
-    """The inverse of :func:`_pack_rows`."""
-    page, dim = layout.page_size, layout.head_dim
-    if layout.order == "fragments" and layout.row_dtype == "float16":
-        return fragments.unpack(words, layout, 16, side).astype(np.uint16).view(np.float16)
-    transposed = layout.order == "lanes" and side is fragments.KEY_ROWS
-    shape = (*words.shape[:-1], dim, page) if transposed else (*words.shape[:-1], page, dim)
-    rows = words.view(layout.row_dtype).reshape(shape)
-    return np.swapaxes(rows, -1, -2) if transposed else rows
 
 
 def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray | None = None) -> np.ndarray:
@@ -275,29 +180,30 @@ def seal_unit(k: np.ndarray, v: np.ndarray, layout: KVLayout, widths: np.ndarray
     np.ndarray
         uint32 ``[..., layout.unit_words]``.
     """
-    lead = k.shape[:-2]
     parts: list[np.ndarray] = []
     header = None
     if layout.k_bits is None:
-        parts.append(_pack_rows(k, layout, fragments.KEY_ROWS))
+        parts.append(kv_words.pack_rows(k, layout, fragments.KEY_ROWS))
     else:
         if len(layout.k_classes) == 1:
             widths = None
         elif widths is None:
             widths = key_widths(k, None, layout)
         codes, scale_codes, minimum, base = quantize_keys(k, layout.k_bits if widths is None else widths)
-        parts += [_pack_keys(codes, layout, widths), _as_words(scale_codes), _as_words(minimum)]
-        header = key_header(base, widths, layout.k_bits)
+        parts += [
+            kv_words.pack_keys(codes, layout, widths),
+            kv_words.as_words(scale_codes),
+            kv_words.as_words(minimum),
+        ]
+        header = kv_words.key_header(base, widths, layout.k_bits)
     carried = header if layout.header_in_v_scales else None
     if layout.v_bits is None:
-        parts.append(_pack_rows(v, layout, fragments.VALUES))
+        parts.append(kv_words.pack_rows(v, layout, fragments.VALUES))
     else:
         codes, scale = quantize_values(v, layout.v_bits, carried)
-        parts += [_pack_values(codes, layout), _as_words(scale)]
+        parts += [kv_words.pack_values(codes, layout), kv_words.as_words(scale)]
     if header is not None and carried is None:
-        own = np.zeros((*lead, (layout.unit_words - layout.k_header_offset) * 32), np.uint32)
-        own[..., : header.shape[-1]] = header
-        parts.append(lanes.pack_codes(own.reshape(*lead, -1, 32), 1)[..., 0])
+        parts.append(kv_words.pack_header(header, layout.unit_words - layout.k_header_offset))
     return np.concatenate(parts, axis=-1)
 
 
@@ -319,25 +225,24 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     v_raw = np.ascontiguousarray(words[..., layout.v_offset : layout.v_scale_offset])
     if layout.v_bits is None:
-        out["v"] = _unpack_rows(v_raw, layout, fragments.VALUES).astype(np.float32)
+        out["v"] = kv_words.unpack_rows(v_raw, layout, fragments.VALUES).astype(np.float32)
         out["v_unrotated"] = out["v"]
     else:
         scales = np.ascontiguousarray(words[..., layout.v_scale_offset : layout.k_header_offset])
         out["v_scale"] = scales.view(np.float16)
-        out["v_codes"] = _unpack_values(v_raw, layout)
+        out["v_codes"] = kv_words.unpack_values(v_raw, layout)
         centred = out["v_codes"].astype(np.float32) - np.float32(2 ** (layout.v_bits - 1))
         out["v"] = centred * out["v_scale"].astype(np.float32)[..., None]
         out["v_unrotated"] = out["v"] @ hadamard(layout.head_dim)
     k_raw = np.ascontiguousarray(words[..., : layout.k_scale_offset])
     if layout.k_bits is None:
-        out["k"] = _unpack_rows(k_raw, layout, fragments.KEY_ROWS).astype(np.float32)
+        out["k"] = kv_words.unpack_rows(k_raw, layout, fragments.KEY_ROWS).astype(np.float32)
         return out
     if layout.header_in_v_scales:
-        header = _from_carried(out["v_scale"], layout.k_header_bits)
+        header = kv_words.from_carried(out["v_scale"], layout.k_header_bits)
     else:
         own = words[..., layout.k_header_offset : layout.unit_words]
-        bits = lanes.unpack_codes(own[..., None], 1)
-        header = bits.reshape(*own.shape[:-1], -1)[..., : layout.k_header_bits]
+        header = kv_words.unpack_header(own)[..., : layout.k_header_bits]
     base = (header[..., -BASE_BITS:].astype(np.int32) << np.arange(BASE_BITS, dtype=np.int32)).sum(axis=-1)
     scale_codes = np.ascontiguousarray(words[..., layout.k_scale_offset : layout.k_min_offset]).view(np.uint8)
     out["k_base"] = base
@@ -347,7 +252,7 @@ def unpack_unit(words: np.ndarray, layout: KVLayout) -> dict[str, np.ndarray]:
     if len(layout.k_classes) > 1:
         wider, narrower = np.split(header[..., :-BASE_BITS].astype(np.int32), 2, axis=-1)
         out["k_widths"] += np.concatenate([wider - narrower] * 2, axis=-1)
-    out["k_codes"] = _unpack_keys(k_raw, layout, out["k_widths"])
+    out["k_codes"] = kv_words.unpack_keys(k_raw, layout, out["k_widths"])
     out["k"] = out["k_codes"].astype(np.float32) * out["k_scale"][..., None, :]
     out["k"] += out["k_min"].astype(np.float32)[..., None, :]
     return out
