@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs an NVIDIA GPU: the tests marked gpu, compute-sanitizer on small shapes, and the attention benchmark.
+# What needs an NVIDIA GPU: the tests marked gpu, compute-sanitizer on small shapes, and the benchmarks.
 #
 #   scripts/gpu_bench.sh [KERNELS]
 #
@@ -20,7 +20,7 @@ export KVQ_KERNELS="$kernels"
 failed=0
 # without TVM's compiler only the tests of kernels that are compiled already can be collected
 tests=(tests)
-[[ -z "${1:-}" ]] || tests=(tests/test_cuda_attention_gpu.py tests/test_cuda_kernels.py tests/test_cuda_experts.py)
+[[ -z "${1:-}" ]] || tests=(tests/test_cuda_{attention_gpu,kernels,experts,products}.py)
 
 nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,clocks.max.mem --format=csv,noheader
 
@@ -59,6 +59,7 @@ if [[ -e "${shapes[0]}" ]]; then
   echo "== whole steps"
   common=(llama-3-8b --random-weights --device cuda --libraries "$kernels" --kv "${KV:-int4,none}")
   common+=(${STEP_PEERS:+--peer "$STEP_PEERS"})
+  "$python" -m kvq bench products llama-3-8b --random-weights --libraries "$kernels" || failed=1
   "$python" -m kvq bench decode "${common[@]}" --context 1024,8192,32768,131072 --csv "$out/decode.csv" || failed=1
   "$python" -m kvq bench decode "${common[@]}" --context 2048,8192 --batch 16,64 --csv "$out/batches.csv" || failed=1
   "$python" -m kvq bench prefill "${common[@]}" --tokens 4096 --csv "$out/prefill.csv" || failed=1

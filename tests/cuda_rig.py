@@ -12,6 +12,7 @@ import os
 import sys
 import tempfile
 from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +64,40 @@ def _path(name: str, arguments: tuple[Any, ...], suffix: str) -> Path:
 
 @cache
 def kernel(name: str, *arguments: Any) -> Any:
-    """The kernel that the backend's method ``name`` makes of the arguments."""
+    """The kernel that the backend's method ``name`` makes of the arguments.
+
+    The backend has products of float32 rows; ``float16.rounded.linear`` is a method of one that rounds them.
+    """
     path = _path(name, arguments, "so")
     if not path.exists():
         build(path, name, arguments)
     return tvm.runtime.load_module(str(path))["main"]
 
 
+def prepared(name: str, raw: np.ndarray, *arguments: Any) -> tvm.runtime.Tensor:
+    """A stored tensor as the backend's method ``name`` says that kernels want it."""
+    made = kernel(name, *arguments)
+    shape, dtype = json.loads(_path(name, arguments, "json").read_text())
+    out = tvm.runtime.empty(tuple(shape), dtype, gpu())
+    made(tensor(raw), out)
+    return out
+
+
 def build(path: Path, name: str, arguments: tuple[Any, ...], archs: str | None = None) -> None:
-    """Compile the kernel to a library."""
+    """Compile the kernel to a library; what a preparation makes is said beside it."""
     from kvq.compiler.hosts import this_host
     from kvq.compiler.link import linker_for
     from kvq.compiler.target import cuda_target
+    from kvq.schedules.backend import Preparation
 
-    target = cuda_target(archs)
-    func = getattr(target.kernels, name)(*arguments).with_attr("global_symbol", "main")
-    built = tvm.compile(tvm.IRModule({"main": func}), target=target.target, tir_pipeline=target.tir_pipeline)
+    activations, found, method = name.partition(".")
+    target = cuda_target(archs, activations) if found else cuda_target(archs)
+    func = attrgetter(method or name)(target.kernels)(*arguments)
+    if isinstance(func, Preparation):
+        path.with_suffix(".json").write_text(json.dumps([func.shape, func.dtype]))
+        func = func.build()
+    module = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    built = tvm.compile(module, target=target.target, tir_pipeline=target.tir_pipeline)
     built.mod.export_library(str(path), fcompile=linker_for(this_host()), fpack_imports=target.pack_imports)
 
 
@@ -125,9 +144,10 @@ if __name__ == "__main__":
     os.environ["KVQ_KERNELS"] = sys.argv[1]
     Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
     import test_cuda_experts
+    import test_cuda_products
     from test_cuda_kernels import NEEDED, RIGS
 
-    for name, *arguments in (*NEEDED, *test_cuda_experts.NEEDED):
+    for name, *arguments in (*NEEDED, *test_cuda_experts.NEEDED, *test_cuda_products.NEEDED):
         path = _path(name, tuple(arguments), "so")
         if not path.exists():
             build(path, name, tuple(arguments), *sys.argv[2:])

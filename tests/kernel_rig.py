@@ -231,6 +231,12 @@ def random_rows(n: int, k: int, storage: str) -> PackedRows:
     return PackedRows(storage, codes, scale, offset)
 
 
+def in_operand_order(x: np.ndarray) -> np.ndarray:
+    """Rows as the CUDA kernels for many rows read them."""
+    places = np.arange(x.shape[1]).reshape(-1, 4, 8, 2).transpose(0, 2, 1, 3).ravel()
+    return np.ascontiguousarray(x[:, places])
+
+
 def gated(x: np.ndarray, activation: str) -> np.ndarray:
     """``act`` of the first half of rows, times the second half."""
     value, up = np.split(x.astype(np.float64), 2, axis=1)

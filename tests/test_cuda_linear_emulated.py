@@ -8,7 +8,7 @@ import tvm
 from ml_dtypes import bfloat16
 
 from cuda_emulator import build, compiler, run
-from kernel_rig import relative_error
+from kernel_rig import in_operand_order, relative_error
 from kvq.compiler.target import cuda_target
 from kvq.quantization.weights import dequantize_q4f16_1, quantize_q4f16_1
 from kvq.schedules.cuda import weight_fragments
@@ -107,12 +107,6 @@ def test_few_rows(weight, tmp_path):
         blocks = [(i, 0) for i in range(weight_fragments.tiles(N_OUT))]
         out = execute(made, {"x_ptr": x, **tensors, **ends(count, residual)}, count, blocks)
         assert relative_error(out - (0.5 if residual else 0), expected(x, values)) < 5e-4
-
-
-def in_operand_order(x: np.ndarray) -> np.ndarray:
-    """Rows as the kernels for many rows read them."""
-    places = np.arange(x.shape[1]).reshape(-1, 4, 8, 2).transpose(0, 2, 1, 3).ravel()
-    return np.ascontiguousarray(x[:, places])
 
 
 @pytest.mark.parametrize("tuning", TILES, ids=["warps", "groups", "cluster"])
