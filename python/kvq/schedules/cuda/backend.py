@@ -90,7 +90,7 @@ class CudaRoundedKernels:
         self, n: int, k: int, storage: str, rows: RowSource, activation: str | None = None
     ) -> gemv.Gemv | None:
         """The product for fewest rows, None where shared memory is too small for it."""
-        tuning = gemv_tuning(n, k, storage, activation is not None, self.archs)
+        tuning = gemv_tuning(n, k, storage, activation is not None, self.archs, self.activations)
         kernel = gemv.Gemv(n, k, storage, tuning, rows, activation, self.activations)
         return kernel if gemv.fits(kernel, self.archs) else None
 

@@ -45,8 +45,13 @@ class GemvTuning:
         return WARP * self.warps
 
 
-def gemv_tuning(n_out: int, k: int, storage: str, gated: bool, archs: Sequence[str]) -> GemvTuning:
-    """The tuning for GPUs of every one of ``archs`` (``sm_90`` and the like), measured on an H200."""
+def gemv_tuning(
+    n_out: int, k: int, storage: str, gated: bool, archs: Sequence[str], dtype: str = "float16"
+) -> GemvTuning:
+    """The tuning for GPUs of every one of ``archs`` (``sm_90`` and the like), measured on an H200.
+
+    ``dtype`` is that of the operands.
+    """
     overlap = overlaps(archs)
     lines = tiles(n_out) // 2 if gated else tiles(n_out)
     share = -(-lines // MULTIPROCESSORS)
@@ -54,9 +59,11 @@ def gemv_tuning(n_out: int, k: int, storage: str, gated: bool, archs: Sequence[s
         at_once = 2 if gated else 1
         return GemvTuning(16, at_once, share, 2 // at_once, overlap)
     if gated or share > 3:
-        # many tiles: all warps of a multiprocessor in one block, so that rows are made once
-        warps = 32 if k // UNIT >= 32 else 16
+        # many tiles: all warps of a multiprocessor in one block, so that rows are made once. In bf16 a code
+        # takes longer, and fewer warps with more units ahead are faster
+        warps = 32 if k // UNIT >= 32 and dtype == "float16" else 16
         return GemvTuning(warps, 2, share if gated else -(-share // 2), 64 // warps, overlap)
     if share == 2 and k < LONG:
         return GemvTuning(16, 1, 1, 2, overlap)  # two blocks
-    return GemvTuning(16, share, 1, 3, overlap)
+    # three units of three tiles are too much for ptxas in bf16: it spills, which takes six times as long
+    return GemvTuning(16, share, 1, 2 if share == 3 and dtype == "bfloat16" else 3, overlap)
