@@ -113,3 +113,5 @@ def test_libraries_are_compiled_for_what_is_asked(
         ("auto", "sm_90a"),
         ("bfloat16", "sm_90a"),
     ]
+    assert main([*words, "--cuda-arch", "sm_90a"]) == 2
+    assert "--cuda-arch goes with --compile-only" in capsys.readouterr().err

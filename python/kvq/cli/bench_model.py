@@ -66,6 +66,8 @@ def bench_setup(args: argparse.Namespace, schemes: Sequence[str], peers: Sequenc
 
     if (args.libraries or args.compile_only) and not (args.random_weights and args.libraries):
         raise ConfigError("--libraries goes with --random-weights, --compile-only with both")
+    if args.cuda_arch is not None and not args.compile_only:
+        raise ConfigError("--cuda-arch goes with --compile-only: what is measured is compiled for this GPU")
     return BenchSetup(
         args.model,
         schemes,
