@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -103,18 +105,26 @@ DECODED = {"wgsl": (0,), "msl": (3,), "vulkan": (2, 4)}
     indirect=["backend"],
 )
 def test_decode_equals_the_oracle(backend, case):
-    """Steps of a row a sequence: a long one that is split, and one of no sealed page."""
+    """Steps of a row a sequence: a long one that is split, and one of no sealed page.
+
+    First into tasks of one split, then as for a GPU that is too small for all of them: in two of two.
+    """
     layout, group, variant = CASES[case]
     heads = group * layout.num_kv_heads
     decode = kernel(backend, "paged_attention_decode", layout, heads, "float32", variant)
     rig = CacheRig(
-        layout, group, backend=backend, layer=1, num_pages=12, num_open=2, variant=variant, decode=decode
+        layout, group, backend=backend, layer=1, num_pages=20, num_open=2, variant=variant, decode=decode
     )
-    rig.append([("a", 5 * layout.page_size + 9), ("b", 5)])
-    for requests in ([("b", 1), ("a", 1)], [("a", 1)]):
+    rig.append([("a", 7 * layout.page_size), ("b", 5)])
+    rig.append([("a", 6 * layout.page_size + 9)])
+    parts = []
+    for on_gpu, requests in itertools.product((False, True), ([("b", 1), ("a", 1)], [("a", 1)])):
+        if on_gpu:
+            rig.plan.on_gpu, rig.threads = True, layout.num_kv_heads
         out, expected = rig.append(requests)
         assert relative_error(out, expected) < TOLERANCE
-    assert variant.window is not None or rig.plan.plan_counts[3] == 1
+        parts += rig.plan.merge_tasks[: rig.plan.plan_counts[3], 2].tolist()
+    assert variant.window is not None or parts == [4, 4, 2, 4]
 
 
 def make_rows(layout: KVLayout, rng: np.random.Generator) -> np.ndarray:
