@@ -56,17 +56,20 @@ def test_decode_splits_a_long_row_and_merges_it() -> None:
     assert plan.merge_tasks[: plan.plan_counts[3]].tolist() == [[0, 0, 4]]
 
 
-@pytest.mark.parametrize(("units", "sizes"), [(9, [1] * 4), (4, [2, 2])])
-def test_on_a_gpu_parts_fill_it_once(units: int, sizes: list[int]) -> None:
-    plan = make_plan(heads=8)
+@pytest.mark.parametrize(
+    ("units", "slots", "sizes"), [(9, 64, [1] * 4), (4, 64, [2, 2]), (9, 3, [2, 2]), (9, 1, [4])]
+)
+def test_on_a_gpu_parts_fill_it_once_and_fit_the_scratch(units: int, slots: int, sizes: list[int]) -> None:
+    plan = make_plan(heads=8, slots=slots)
     plan.on_gpu = True
     advance(plan, 16 * P * 3 + 5)
     build_step(plan, [(0, 1)], units)
     tasks = attention(plan)
     assert [end - start for *_, start, end, _ in tasks] == sizes
     assert [task[5] for task in tasks] == sorted((task[5] for task in tasks), reverse=True)
-    assert plan.merge_tasks[: plan.plan_counts[3]].tolist() == [[0, 0, len(sizes)]]
-    assert sorted(task[6] for task in tasks) == list(range(len(sizes)))
+    if len(sizes) > 1:
+        assert plan.merge_tasks[: plan.plan_counts[3]].tolist() == [[0, 0, len(sizes)]]
+        assert sorted(task[6] for task in tasks) == list(range(len(sizes)))
 
 
 @pytest.mark.parametrize(("threads", "heads", "slots"), [(1, 8, 64), (2, 3, 3), (2, 8, 0)])

@@ -252,8 +252,8 @@ def _attention(
     may_split = count * heads < threads * UNITS_PER_THREAD
     together, used = 1, 0
     if plan.on_gpu:
-        splits = [page // split_pages + 1 - seen // split_pages for *_, page, seen in spans]
-        together = splits_together(sum(splits) * heads, threads)
+        splits = sum(page // split_pages + 1 - seen // split_pages for *_, page, seen in spans)
+        together = max(splits_together(splits * heads, threads), -(-splits // max(1, slots)))
     tasks: list[_Task] = []
     merges: list[tuple[int, int, int]] = []
     for first, end, table, row_page, page, seen in spans:
