@@ -19,7 +19,8 @@ from .key_header import KeyHeader
 class PageQueries:
     """The queries of a crew for its page.
 
-    ``number(head, channel)`` is a number of the query ``head`` of the crew's block, as the step has it.
+    ``number(head, channel)`` is a number of the query ``head`` of the crew's block, as the step has it;
+    ``memory`` is the workgroup's arena.
     """
 
     def __init__(self, tile: DecodeTile, crew: Crew, number, reduction: CrewReduction, memory) -> None:

@@ -44,7 +44,7 @@ class ValueSums:
         step = 2 if self.raw_halves else 1
         self.channels = -(-layout.head_dim // (lanes * step)) * step
         self.sums = local((count, self.channels), "float32")
-        # rows of words that are fetched ahead: one takes longer to come than the thread needs for one
+        # rows of words that are fetched ahead: a row takes longer to come than to be added
         self._ahead = 2 if isinstance(stride, int) and stride == 1 and self._rows % 2 == 0 else 1
         self.words = local((self.channels,), "uint32")
         self.following = local((self._ahead, self.channels), "uint32")
