@@ -3,11 +3,12 @@
 ``docs/design.md`` defines the arrays. They are allocated once, aligned for the kernels, and filled
 in place; a library wraps ``positions[:n]`` and the rest as tensors without a copy.
 
-Attention work is cut into tasks. A task never changes a result, only who computes it: rows are
-tiled, and where tasks are scarce a row's splits become tasks of their own, whose partial results a
-merge task adds up. A CPU's kernels run tasks x KV heads on the threads in equal, contiguous shares, so
-tasks of unequal cost are dealt out to those shares. A GPU takes tasks in order, the longest first; of a split
-row a task has as many splits as leave no task waiting, since each begins and ends with work of its own.
+Attention work is cut into tasks. A task never changes a result (on a GPU: but for rounding), only who
+computes it: rows are tiled, and where tasks are scarce a row's splits become tasks of their own, whose
+partial results a merge task adds up. A CPU's kernels run tasks x KV heads on the threads in equal,
+contiguous shares, so tasks of unequal cost are dealt out to those shares. A GPU takes tasks in order, the
+longest first; of a split row a task has as many splits as leave no task waiting, since each begins and ends
+with work of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvq.runtime.kv_cache import Append, PagedKVCache, SequenceId
 ALIGNMENT = 64
 #: Pieces of work (tasks x KV heads) a thread should get, so that unequal ones even out.
 UNITS_PER_THREAD = 4
-#: Workgroups of decode attention that a multiprocessor of a GPU runs at once.
+#: Workgroups of decode attention that a multiprocessor runs at once: an H200's, by their shared memory.
 GROUPS_PER_UNIT = 4
 #: Tiles are not cut below this, however many threads are idle: every task reads all its keys again.
 MIN_TILE_ROWS = 4
@@ -135,7 +136,7 @@ def build_step(
     requests : list of (sequence id, int)
         New rows of each sequence, in the order of the step's rows.
     threads : int
-        Threads of the device; decides how attention is cut into tasks, never what it computes.
+        Threads of the device, or a GPU's multiprocessors; decides how attention is cut into tasks.
     cut_attention : bool
         Whether to cut it here; else there are no attention and merge tasks, and the spans say what to cut.
 

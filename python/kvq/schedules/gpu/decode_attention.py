@@ -161,7 +161,7 @@ class _Kernel:
 
     def _place(self, token):
         """Where a token's scores and weights stand in the arena."""
-        return self.tile.weights_start(self.crew.index) + token * self.tile.heads
+        return self.tile.weights_start(self.crew) + token * self.tile.heads
 
     def _weights_of(self, token) -> list:
         return load_run(self.arena, self._place(token), self.tile.heads)

@@ -25,7 +25,7 @@ class PageQueries:
 
     def __init__(self, tile: DecodeTile, crew: Crew, number, reduction: CrewReduction, memory) -> None:
         self.tile, self.layout, self.crew, self.number = tile, tile.layout, crew, number
-        self.reduction, self.quantized = reduction, tile.layout.k_bits is not None
+        self.reduction, self.quantized = reduction, tile.own_queries
         self.values = memory
         if self.quantized:
             self.header = KeyHeader(tile.layout, crew.member, CREW, tile.crews, crew.index)

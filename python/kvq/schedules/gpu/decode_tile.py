@@ -64,19 +64,19 @@ class DecodeTile:
         return self.crews * CREW
 
     @property
-    def _own_queries(self) -> bool:
+    def own_queries(self) -> bool:
         """Whether each crew has queries of its own, multiplied by the scales of its page's keys."""
         return self.layout.k_bits is not None
 
     @property
     def _crew_floats(self) -> int:
         """Floats of a crew's part of the arena."""
-        return self.heads * max(self.layout.head_dim if self._own_queries else 0, self.layout.page_size)
+        return self.heads * max(self.layout.head_dim if self.own_queries else 0, self.layout.page_size)
 
     @property
     def _first_floats(self) -> int:
         """Floats of what stands in the arena before the crews' parts: queries that all pages share."""
-        return 0 if self._own_queries else self.blocks * self.heads * self.layout.head_dim
+        return 0 if self.own_queries else self.blocks * self.heads * self.layout.head_dim
 
     @property
     def arena(self) -> int:
@@ -90,19 +90,19 @@ class DecodeTile:
 
     def queries_start(self, crew: Crew) -> Any:
         """Where the queries of a crew begin in the arena."""
-        if self._own_queries:
+        if self.own_queries:
             return crew.index * self._crew_floats
         return crew.block * (self.heads * self.layout.head_dim)
 
-    def weights_start(self, crew: Any) -> Any:
-        """Where the scores and weights of crew ``crew`` begin in the arena."""
-        return crew * self._crew_floats + self._first_floats
+    def weights_start(self, crew: Crew) -> Any:
+        """Where the scores and weights of a crew begin in the arena."""
+        return crew.index * self._crew_floats + self._first_floats
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a workgroup."""
         layout, each = self.layout, CREW + PARTS + 2
-        header = header_words(layout) if layout.k_bits is not None else 0
+        header = header_words(layout) if self.own_queries else 0
         return 4 * (self.arena + self.crews * (each * self.heads + header))
 
 

@@ -37,17 +37,18 @@ def one_bits(count):
     return held(T.bitwise_or(T.cast(T.shift_right(count, 31), "uint32"), T.uint32(_ONE)), "uint32")
 
 
-def _number(mantissa, place: int, middle: int, one_bits):
+def _number(mantissa, place: int, middle: int, exponent):
     """What stands in a mantissa from bit ``place`` on, less ``middle``."""
     one = 2 ** (_MANTISSA - place)
-    number = T.reinterpret("float32", T.bitwise_or(mantissa, one_bits))
+    number = T.reinterpret("float32", T.bitwise_or(mantissa, exponent))
     return number * T.float32(one) - T.float32(one + middle)
 
 
-def code_number(words: list, index: int, bits: int, one_bits, middle: int = 0):
+def code_number(words: list, index: int, bits: int, exponent, middle: int = 0):
     """Code ``index`` of a chunk of 32, whose ``bits`` words are given, less ``middle``; float32, exact.
 
-    Of a code that lies whole in its word, the words behind that one need not be given.
+    Of a code that lies whole in its word, the words behind that one need not be given. ``exponent`` is
+    :func:`one_bits`.
     """
     per_word = whole_codes(bits)
     if index < per_word * bits:
@@ -55,9 +56,9 @@ def code_number(words: list, index: int, bits: int, one_bits, middle: int = 0):
         word, place = words[at], place * bits
         if place + bits > _MANTISSA:  # all that reach so far move by as much: one shift serves for them
             word, place = _move(word, -16), place - 16
-        return _number(T.bitwise_and(word, T.uint32((2**bits - 1) << place)), place, middle, one_bits)
+        return _number(T.bitwise_and(word, T.uint32((2**bits - 1) << place)), place, middle, exponent)
     found = T.uint32(0)
     for bit in range(bits):
         moved = _move(words[bit], bit - index)
         found = T.bitwise_or(found, T.bitwise_and(moved, T.uint32(1 << bit)))
-    return _number(found, 0, middle, one_bits)
+    return _number(found, 0, middle, exponent)
